@@ -1,0 +1,238 @@
+"""Settings: the one rule by which every script is configured, and the few helpers every script shares.
+
+    python SCRIPT.py [config/FILE.py] [--name=value ...]
+
+A script lists its settings as plain lower-case globals with defaults between its imports and its first
+function. The config file (plain Python, it is executed: run only files you trust) overrides those, an
+option overrides both. One config file serves every script: in it, a name that another script knows is
+passed over; on the command line it is an error that names its script. A name no script knows is an error
+with the nearest name. Names that begin with an underscore are the file's own helpers.
+
+Types are those of the defaults. An int serves for a float, a whole float (1e8) for an int, a bool for
+neither. A setting that may be None, or may have several types, is annotated: `max_hours: float | None = None`.
+All mistakes are listed at once, one line each, and the script ends with exit code 2.
+"""
+import ast
+import difflib
+import hashlib
+import math
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("prepare.py", "tokenizer.py", "model.py", "train.py", "evaluate.py", "sample.py")
+TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "None": type(None)}
+WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", list: "a list", dict: "a dict",
+         type(None): "None"}
+
+
+class UserError(Exception):
+    """A mistake of the user's: its text says what, where and what to do. `run` turns it into exit code 2."""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The override rule
+# ----------------------------------------------------------------------------------------------------------
+
+def settings_of(script: str | Path) -> dict:
+    """Read a script's settings from its source, without running it: {name: (default, allowed types)}."""
+    found = {}
+    for node in ast.parse(Path(script).read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            break
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+        if not isinstance(target, ast.Name) or not target.id.islower() or target.id.startswith("_"):
+            continue
+        default = ast.literal_eval(node.value)
+        if isinstance(node, ast.AnnAssign):
+            allowed = tuple(TYPES[word.strip()] for word in ast.unparse(node.annotation).split("|"))
+        else:
+            allowed = (type(default),)
+        found[target.id] = (default, allowed)
+    return found
+
+
+def parse(text: str, allowed: tuple):
+    """Turn the text of an option into a value of one of the allowed types; ValueError if it is none of them."""
+    if type(None) in allowed and text == "None":
+        return None
+    if bool in allowed and text in ("True", "true", "False", "false"):
+        return text in ("True", "true")
+    for kind in (int, float):
+        if kind in allowed:
+            try:
+                return kind(text)
+            except ValueError:
+                if kind is int and float not in allowed:
+                    return float(text)              # 1e8: check() makes it an int if it is whole
+    if (list in allowed and text.startswith("[")) or (dict in allowed and text.startswith("{")):
+        return ast.literal_eval(text)
+    if str in allowed:
+        return text
+    raise ValueError(text)
+
+
+def check(value, allowed: tuple):
+    """Return value in one of the allowed types, converted between int and float where nothing is lost; else ValueError."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(value)
+    if type(value) in allowed:
+        return value
+    if type(value) is int and float in allowed:
+        return float(value)
+    if type(value) is float and int in allowed and value.is_integer():
+        return int(value)
+    raise ValueError(value)
+
+
+def read_config(path: str) -> dict:
+    """Run a config file in a fresh namespace and return its assignments (functions, modules and _names left out)."""
+    file = next((p for p in (Path(path), ROOT / path) if p.is_file()), None)
+    if file is None:
+        near = difflib.get_close_matches(Path(path).name, [p.name for p in (ROOT / "config").glob("*.py")], 1, 0.5)
+        raise UserError(f"{path}: no such config file" + (f' - did you mean "config/{near[0]}"?' if near else ""))
+    namespace = {}
+    try:
+        exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), namespace)
+    except Exception as error:                      # whatever the file does wrong is the user's to mend
+        line = getattr(error, "lineno", None) or next(
+            (f.lineno for f in reversed(_frames(error)) if f.filename == str(file)), "?")
+        raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
+    return {k: v for k, v in namespace.items()
+            if not k.startswith("_") and not isinstance(v, (types.ModuleType, types.FunctionType, type))}
+
+
+def _frames(error):
+    import traceback
+    return traceback.extract_tb(error.__traceback__)
+
+
+def override(namespace: dict, argv: list | None = None) -> dict:
+    """Apply config file and options to a script's settings, in place, and return all effective settings.
+
+    namespace is the script's globals(); argv defaults to the command line. Prints what differs from the
+    defaults. Raises UserError with one line per mistake.
+    """
+    script = Path(namespace["__file__"]).name
+    own = settings_of(namespace["__file__"])
+    others = {}                                     # name -> scripts that know it
+    for other in SCRIPTS:
+        if other != script and (ROOT / other).is_file():
+            for name in settings_of(ROOT / other):
+                others.setdefault(name, []).append(other)
+    given, mistakes, config_file = [], [], None     # given: (where, name, value, is_text)
+
+    def unknown(where, name):
+        near = difflib.get_close_matches(name, [*own, *others], 1, 0.6)
+        mistakes.append(f'{where}: unknown setting "{name}"' + (f' - did you mean "{near[0]}"?' if near else ""))
+
+    for arg in sys.argv[1:] if argv is None else argv:
+        if arg in ("-h", "--help"):
+            print(namespace.get("__doc__", "").strip(), "\n\nSettings and defaults:", sep="")
+            print("\n".join(f"  --{name}={default}" for name, (default, _) in own.items()))
+            raise SystemExit(0)
+        if arg.startswith("-"):
+            name, equals, text = arg.lstrip("-").partition("=")
+            if not equals:
+                mistakes.append(f"{arg}: write --{name}=value (for example --{name}=True)")
+            elif name in own:
+                given.append((arg, name, text, True))
+            elif name in others:
+                mistakes.append(f"{arg}: {name} is a setting of {', '.join(others[name])}, not of {script}")
+            else:
+                unknown(arg, name)
+        elif config_file is not None:
+            mistakes.append(f"{arg}: a second config file ({config_file} is the first); options are --name=value")
+        else:
+            config_file = arg
+            try:
+                values = read_config(arg)
+            except UserError as error:
+                mistakes.append(str(error))
+                continue
+            for name, value in values.items():
+                if name in own:
+                    given.insert(0, (arg, name, value, False))   # options win, wherever the file stands
+                elif name not in others:
+                    unknown(arg, name)
+
+    effective = {name: default for name, (default, _) in own.items()}
+    for where, name, value, is_text in given:
+        allowed = own[name][1]
+        try:
+            effective[name] = check(parse(value, allowed) if is_text else value, allowed)
+        except (ValueError, SyntaxError):
+            got = "" if is_text else f", not {value!r}"
+            mistakes.append(f"{where}: {name} must be {' or '.join(WORDS[kind] for kind in allowed)}{got}")
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    namespace.update(effective)
+    changed = {name: value for name, value in effective.items() if value != own[name][0]}
+    print(f"{script}" + (f" with {config_file}" if config_file else "") + (":" if changed else ": default settings"),
+          ", ".join(f"{name}={value!r}" for name, value in changed.items()))
+    return effective
+
+
+def config_argument() -> str:
+    """The config file on the command line, or ""; for messages that name the next command."""
+    return next((arg for arg in sys.argv[1:] if not arg.startswith("-")), "")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What every script shares
+# ----------------------------------------------------------------------------------------------------------
+
+def run(main) -> None:
+    """Call a script's main; a user's mistake becomes one line per mistake on standard error and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):         # a cp1252 console must not end a run on an odd character
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:                        # no space, no permission, a folder in the way
+        if isinstance(error, BrokenPipeError):      # | head has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(0) from None
+        print(f"error: {error.filename or 'operating system'}: {error.strerror or error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("\nstopped by the keyboard", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def sha256_file(path: str | Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def replace(source: str | Path, target: str | Path) -> None:
+    """Rename source onto target in one step; on Windows an antivirus may hold a file, so try for 5 seconds."""
+    for attempt in range(51):
+        try:
+            return os.replace(source, target)
+        except PermissionError:
+            if attempt == 50 or os.name != "nt":
+                raise
+            time.sleep(0.1)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file whole or not at all (aside, then renamed), UTF-8 with LF on every system."""
+    aside = Path(f"{path}.tmp")
+    with open(aside, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    replace(aside, path)

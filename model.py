@@ -1,0 +1,777 @@
+"""The twin-population Mixture-of-Experts transformer, and its sizing report.
+
+    python model.py config/cloud_h100.py          parameters, FLOPs, memory, tokens/s limits, hours, passes
+
+Decoder-only, pre-norm. Every feed-forward is a twin MoE: two populations of routed experts, Sheldon (0) and
+Spock (1), and shared experts that every token uses. A token takes K/2 experts of each population, always.
+
+Letters in shapes: B batch, T time, N = B*T tokens, P = 2 populations, E routed experts per population, K = top_k
+over both, k = K/2 per population, S = N*K rows after dispatch, H query heads, G key/value heads, D head_dim,
+F expert_d_ff, V vocabulary, L layers. The model width is written out: d_model.
+"""
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as recompute
+
+import config as settings_rule
+from config import UserError
+
+# architecture: the plan's H100 model
+vocab_size = 32768       # tokens
+d_model = 512            # width of the residual stream
+n_layers = 12
+n_heads = 8              # query heads
+n_kv_heads = 2           # key/value heads, shared by n_heads / n_kv_heads query heads each
+head_dim = 64
+n_routed = 32            # routed experts per population; 0 makes the dense model of the same code
+n_shared = 2             # shared experts, used by every token
+top_k = 4                # routed experts per token, half from each population
+expert_d_ff = 128        # hidden width of one expert
+seq_len = 2048           # tokens; the longest context
+dropout = 0.1            # on the residual branches
+tie_embeddings = False   # True: the LM head is the input embedding
+checkpoint_moe = True    # recompute the experts in the backward pass instead of keeping their activations
+# what the report reckons with
+data_dir = "data/cipher"
+batch_size = 16          # sequences per micro-step and GPU
+grad_accum = 3           # micro-steps per optimizer step
+max_tokens = 100_000_000
+max_hours: float | None = None
+
+P = 2                    # populations
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture; fields as the settings above. Raises UserError with a line for each impossible value."""
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_routed: int
+    n_shared: int
+    top_k: int
+    expert_d_ff: int
+    seq_len: int
+    dropout: float
+    tie_embeddings: bool
+    checkpoint_moe: bool
+
+    def __post_init__(self):
+        least = dict.fromkeys(("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "expert_d_ff", "seq_len"), 1)
+        mistakes = [f"{name}={getattr(self, name)} must be {low} or more" for name, low in (least | dict(n_routed=0, n_shared=0)).items()
+                    if getattr(self, name) < low]
+        if self.n_kv_heads > 0 and self.n_heads % self.n_kv_heads:
+            mistakes.append(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
+        if self.head_dim % 2:
+            mistakes.append(f"head_dim={self.head_dim} must be even (rotary pairs)")
+        if self.n_routed > 0 and (self.top_k < 2 or self.top_k % 2):
+            mistakes.append(f"top_k={self.top_k} must be even and at least 2 (half from each population)")
+        if self.n_routed > 0 and self.top_k > P * self.n_routed:
+            mistakes.append(f"top_k={self.top_k} must be at most {P * self.n_routed} (n_routed={self.n_routed} in each population)")
+        if self.n_routed == 0 and self.n_shared == 0:
+            mistakes.append("n_routed=0 and n_shared=0: a layer needs experts of one kind")
+        if not 0 <= self.dropout < 1:
+            mistakes.append(f"dropout={self.dropout} must be from 0 up to, not including, 1")
+        if mistakes:
+            raise UserError("\n".join(mistakes))
+
+
+def architecture(settings: dict) -> ModelConfig:
+    """Pick the architecture out of a script's or a checkpoint's effective settings."""
+    return ModelConfig(**{field.name: settings[field.name] for field in fields(ModelConfig)})
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype matrix products run in: autocast's where it is on, else that of x. Our own kernels must ask."""
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Norm, rotary positions, attention
+# ----------------------------------------------------------------------------------------------------------
+
+class RMSNorm(nn.Module):
+    """y = x / rms(x) * weight over the last dimension, in FP32 (arXiv 1910.07467)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), 1e-6)
+
+
+def rope_table(config: ModelConfig) -> torch.Tensor:
+    """Cosines and sines of all positions, [2, seq_len, D/2] (arXiv 2104.09864)."""
+    frequency = 10_000.0 ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+    angle = torch.outer(torch.arange(config.seq_len, dtype=torch.float32), frequency)
+    return torch.stack((angle.cos(), angle.sin()))
+
+
+def rotate(x, rope):
+    """Rotate [B, T, heads, D] by the positions of rope [2, T, D/2]; the pairs are (i, i + D/2)."""
+    cos, sin = rope[:, :, None, :]
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; RMSNorm over D on queries and keys before the rotation (QK-Norm)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+        self.qkv = nn.Linear(config.d_model, sum(self.heads) * config.head_dim, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(config.head_dim), RMSNorm(config.head_dim)
+        self.out = nn.Linear(config.n_heads * config.head_dim, config.d_model, bias=False)
+
+    def forward(self, x, rope, cache=None):
+        """x [B, T, d_model]; cache: this layer's (keys, values) [B, G, capacity, D] and the number already filled."""
+        B, T, _ = x.shape
+        q, k, v = self.qkv(x).view(B, T, sum(self.heads), -1).split(self.heads, 2)    # [B, T, H | G | G, D]
+        q = rotate(self.q_norm(q), rope).to(v.dtype).transpose(1, 2)                  # [B, H, T, D]
+        k = rotate(self.k_norm(k), rope).to(v.dtype).transpose(1, 2)
+        v = v.transpose(1, 2)
+        mask = None
+        if cache is not None:
+            keys, values, filled = cache
+            keys[:, :, filled:filled + T], values[:, :, filled:filled + T] = k, v
+            k, v = keys[:, :, :filled + T], values[:, :, :filled + T]
+            if filled and T > 1:                    # is_causal would align the queries with the first keys
+                mask = torch.ones(T, filled + T, dtype=torch.bool, device=x.device).tril(filled)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T > 1 and mask is None, enable_gqa=True)
+        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Router
+# ----------------------------------------------------------------------------------------------------------
+
+class Router(nn.Module):
+    """Who works on a token and how much, in FP32 (DeepSeek-V3, arXiv 2412.19437, eq. 13-16; per population here).
+
+        affinity = sigmoid(x @ W);  selected = top k of (affinity + expert_bias) in each population
+        gate = affinity[selected] / sum of affinity over all K selected
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.k = config.top_k // P
+        self.weight = nn.Parameter(torch.empty(P * config.n_routed, config.d_model))
+        self.register_buffer("expert_bias", torch.zeros(P, config.n_routed))    # only decides who is chosen
+
+    def _apply(self, fn, recurse=True):
+        """Let .to() move the bias but never round it: steps of 0.001 vanish in BF16."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def forward(self, x, silence=None, renormalise=False):
+        """x [N, d_model] -> selected [N, P, k] (ids in 0 ... P*E-1), gate [N, P, k], load [P, E] int64, z-loss.
+
+        silence: a population whose gates become 0; renormalise: the others then sum to 1 again (for ablations).
+        """
+        with torch.autocast(x.device.type, enabled=False):      # BF16 ties would flip selections
+            logits = F.linear(x.float(), self.weight.float()).view(len(x), P, -1)     # [N, P, E]
+            affinity = logits.sigmoid()
+            selected = (affinity.detach() + self.expert_bias).topk(self.k, -1, sorted=False).indices   # [N, P, k]
+            gate = affinity.gather(2, selected)
+            if silence is not None:
+                gate = gate * (torch.arange(P, device=x.device) != silence)[:, None]
+            total = affinity.gather(2, selected) if silence is not None and not renormalise else gate
+            gate = gate / (total.sum((1, 2), keepdim=True) + 1e-20)
+            z = logits.logsumexp(-1).square().mean()            # ST-MoE, arXiv 2202.08906, eq. 5
+        E = logits.size(2)
+        selected = selected + torch.arange(0, P * E, E, device=x.device)[:, None]
+        # scatter_add of whole numbers: exact in any order, and no bincount, which would break the compiled graph
+        flat = selected.flatten()
+        load = torch.zeros(P * E, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
+        return selected, gate, load.view(P, E), z
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Experts
+# ----------------------------------------------------------------------------------------------------------
+
+class Dispatch(torch.autograd.Function):
+    """Copy tokens to the rows of their experts. Backward gathers and sums; index_put's would not be repeatable."""
+
+    @staticmethod
+    def forward(ctx, x, token, inverse):
+        """x [N, d], token [S]: the token of each row, inverse [S]: the row of each (token, choice) -> [S, d]."""
+        ctx.save_for_backward(inverse)
+        ctx.n = len(x)
+        return x.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inverse, = ctx.saved_tensors
+        return grad.index_select(0, inverse).view(ctx.n, -1, grad.size(1)).sum(1), None, None
+
+
+class Combine(torch.autograd.Function):
+    """Add up each target's rows: the transpose of Dispatch."""
+
+    @staticmethod
+    def forward(ctx, rows, inverse, target, n):
+        """rows [S, d] sorted by expert, target [S]: which of the n sums a row enters -> [n, d]."""
+        ctx.save_for_backward(target)
+        return rows.index_select(0, inverse).view(n, -1, rows.size(1)).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        target, = ctx.saved_tensors
+        return grad.index_select(0, target), None, None, None
+
+
+class LoopMM(torch.autograd.Function):
+    """Row block i of x times weight[i].T, block by block: for devices and dtypes that F.grouped_mm does not serve.
+
+    Written out because autograd through weight[i] would allocate a full-size gradient for every expert.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, sizes):
+        """x [S, in], weight [P*E, out, in], sizes: rows of each block, a list -> [S, out]."""
+        ctx.save_for_backward(x, weight)
+        ctx.sizes = sizes
+        y = x.new_empty(len(x), weight.size(1))
+        for a, w, b in zip(x.split(sizes), weight, y.split(sizes)):
+            torch.mm(a, w.t(), out=b)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x, grad_w = torch.empty_like(x), torch.empty_like(weight)
+        for a, w, g, ga, gw in zip(x.split(ctx.sizes), weight, grad.split(ctx.sizes), grad_x.split(ctx.sizes), grad_w):
+            torch.mm(g, w, out=ga)
+            torch.mm(g.t(), a, out=gw)              # of no rows: zeros
+        return grad_x, grad_w, None
+
+
+def grouped_linear(x, weight, offsets, sizes):
+    """x [S, in] sorted by expert, weight [P*E, out, in] -> [S, out].
+
+    sizes is None on the fast branch, which needs no number on the host; offsets [P*E] int32 are the blocks' ends.
+    """
+    if sizes is None:
+        return F.grouped_mm(x, weight.mT, offs=offsets)
+    return LoopMM.apply(x, weight, sizes)
+
+
+class Experts(nn.Module):
+    """One bank of both populations' SwiGLU experts: E_i(x) = W2_i (silu(W1_i x) * W3_i x)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        n = P * config.n_routed
+        self.w13 = nn.Parameter(torch.empty(n, 2 * config.expert_d_ff, config.d_model))   # W1 and W3 in one product
+        self.w2 = nn.Parameter(torch.empty(n, config.d_model, config.expert_d_ff))
+        self.fast = False                           # set by choose_branch
+
+    def forward(self, x, selected, gate, load):
+        """x [N, d_model] -> [N, P, d_model], each population's gated sum over its chosen experts."""
+        N, K, k = len(x), selected[0].numel(), selected.size(2)
+        dtype = compute_dtype(x)
+        flat = selected.flatten()                                               # [S], token by token
+        row = flat.argsort(stable=True)                                         # sorted by expert
+        inverse = torch.empty_like(row).scatter_(0, row, torch.arange(len(row), device=x.device))
+        offsets = load.flatten().cumsum(0).to(torch.int32)
+        sizes = None if self.fast else load.flatten().tolist()
+        h = Dispatch.apply(x.to(dtype), row // K, inverse)                      # [S, d_model]
+        a, b = grouped_linear(h, self.w13.to(dtype), offsets, sizes).chunk(2, -1)
+        # the gate is applied here, at width F, not behind W2 at width d_model: the same by linearity
+        h = (F.silu(a) * b * gate.flatten().index_select(0, row)[:, None]).to(dtype)      # [S, F]
+        y = grouped_linear(h, self.w2.to(dtype), offsets, sizes)                # [S, d_model]
+        return Combine.apply(y, inverse, row // k, N * P).view(N, P, -1)
+
+
+def choose_branch(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+    """Set, once at start, how expert products run, and return it in words.
+
+    F.grouped_mm is one kernel without a host read only for BF16 on compute capability 9.0 and up, with row strides
+    of 16 bytes; elsewhere it is itself a loop that reads the offsets, once per call instead of once per layer.
+    """
+    banks = [module for module in model.modules() if isinstance(module, Experts)]
+    fast = (device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
+            and all(size % 8 == 0 for bank in banks for size in (bank.w2.size(1), bank.w2.size(2))))
+    for bank in banks:
+        bank.fast = fast
+    return "experts: F.grouped_mm" if fast else "experts: a product per expert"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The twin MoE layer and the block
+# ----------------------------------------------------------------------------------------------------------
+
+def population_overlap(a, b):
+    """Mean squared and mean absolute cosine of two populations' outputs [N, d_model]: (ortho loss, overlap).
+
+    eps keeps the gradient of small outputs small and that of zero outputs zero.
+    """
+    a, b = a.float(), b.float()
+    eps = 1e-4 * a.size(-1)
+    squared = (a * b).sum(-1).square() / ((a.square().sum(-1) + eps) * (b.square().sum(-1) + eps))
+    return squared.mean(), squared.detach().sqrt().mean()
+
+
+class TwinMoE(nn.Module):
+    """y = shared(x) + y_Sheldon + y_Spock,   y_p = sum over the chosen experts i of population p of g_i * E_i(x)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        width = config.n_shared * config.expert_d_ff            # the shared experts are one dense SwiGLU
+        self.shared_w13 = nn.Linear(config.d_model, 2 * width, bias=False) if width else None
+        self.shared_w2 = nn.Linear(width, config.d_model, bias=False) if width else None
+        self.router = Router(config) if config.n_routed else None
+        self.experts = Experts(config) if config.n_routed else None
+        self.checkpoint = config.checkpoint_moe
+
+    def feed_forward(self, x, selected=None, gate=None, load=None):
+        """Everything behind the router, [N, d_model] -> y, ortho loss, overlap: the part that may be recomputed."""
+        y, ortho, overlap = 0, x.new_zeros(()), x.new_zeros(())
+        if self.shared_w13 is not None:
+            a, b = self.shared_w13(x).chunk(2, -1)
+            y = self.shared_w2(F.silu(a) * b)
+        if self.router is not None:
+            sheldon, spock = self.experts(x, selected, gate, load).unbind(1)
+            ortho, overlap = population_overlap(sheldon, spock)
+            y = y + sheldon + spock
+        return y, ortho, overlap
+
+    def forward(self, x, **ablation):
+        """x [N, d_model] -> y [N, d_model], z-loss, ortho loss, overlap, load [P, E]."""
+        routed, load, z = (), torch.zeros(P, 0, dtype=torch.int64, device=x.device), x.new_zeros(())
+        if self.router is not None:
+            selected, gate, load, z = self.router(x, **ablation)
+            routed = (selected, gate, load)
+        if self.checkpoint and self.training and torch.is_grad_enabled():
+            # The router stands outside: recomputed, it could choose others and would count the load twice.
+            y, ortho, overlap = recompute(self.feed_forward, x, *routed, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y, ortho, overlap = self.feed_forward(x, *routed)
+        return y, z, ortho, overlap, load
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(config.d_model), RMSNorm(config.d_model)
+        self.attention, self.moe = Attention(config), TwinMoE(config)
+        self.dropout = config.dropout
+
+    def forward(self, x, rope, cache=None, **ablation):
+        x = x + F.dropout(self.attention(self.norm1(x), rope, cache), self.dropout, self.training)
+        y, *losses, load = self.moe(self.norm2(x).flatten(0, 1), **ablation)
+        return x + F.dropout(y.view_as(x), self.dropout, self.training), losses, load
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Head and loss
+# ----------------------------------------------------------------------------------------------------------
+
+class HeadLoss(torch.autograd.Function):
+    """LM head and mean cross-entropy, a chunk of tokens at a time, with the gradients made on the way forward.
+
+    All logits of 32,768 tokens and as many words would be 4.3 GB in FP32, two or three times over. Here one chunk
+    exists at a time and its softmax is turned into gradients at once, so nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, dtype, chunk):
+        """x [N, d_model], weight [V, d_model], targets [N] int64 -> mean cross-entropy in nats, FP32."""
+        w, x = weight.to(dtype), x.to(dtype)
+        loss = torch.zeros((), device=x.device)
+        grad_x, grad_w = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        for xc, tc, gc in zip(x.split(chunk), targets[:, None].split(chunk), grad_x.split(chunk)):
+            log_p = F.log_softmax(xc @ w.t(), -1, dtype=torch.float32)          # [chunk, V]
+            loss -= log_p.gather(1, tc).sum()
+            p = log_p.exp_().scatter_add_(1, tc, -torch.ones_like(tc, dtype=torch.float32)).to(dtype)   # d loss / d logits
+            torch.mm(p, w, out=gc)
+            if dtype == torch.float32:
+                grad_w.addmm_(p.t(), xc)
+            else:
+                grad_w += p.t() @ xc                # chunks add up in FP32
+        ctx.save_for_backward(grad_x, grad_w)
+        return loss / len(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_w = ctx.saved_tensors
+        scale = grad / len(grad_x)
+        return grad_x.float() * scale, grad_w * scale, None, None, None
+
+
+def head_loss(x, weight, targets):
+    """Mean cross-entropy in nats of targets [N] under softmax(x [N, d_model] @ weight.T), without holding all logits."""
+    dtype = compute_dtype(x)
+    chunk = max(1, (1 << 27 if x.is_cuda else 1 << 22) // len(weight))          # tokens: 512 MB of logits on a GPU, 16 MB else
+    if torch.is_grad_enabled():
+        return HeadLoss.apply(x, weight, targets, dtype, chunk)
+    w = weight.to(dtype)
+    return sum(F.cross_entropy(F.linear(xc.to(dtype), w).float(), tc, reduction="sum")
+               for xc, tc in zip(x.split(chunk), targets.split(chunk))) / len(x)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The model
+# ----------------------------------------------------------------------------------------------------------
+
+class KVCache:
+    """Keys and values of every layer for a batch of rows of equal length, [L, B, G, capacity, D] each."""
+
+    def __init__(self, config: ModelConfig, batch: int, capacity: int, device, dtype):
+        shape = (config.n_layers, batch, config.n_kv_heads, capacity, config.head_dim)
+        self.keys, self.values = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
+        self.filled = 0                             # positions
+
+
+class Cipher(nn.Module):
+    """Embedding, L blocks, norm, LM head. forward returns everything the caller needs; nothing is left behind."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.d_model)
+        self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.register_buffer("rope", rope_table(config), persistent=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """| tensor                                      | std                     |
+        |---------------------------------------------|-------------------------|
+        | projections back into the residual stream:  | 0.02 / sqrt(2 n_layers) |
+        |   attention.out, experts.w2, shared_w2      |                         |
+        | every other matrix                          | 0.02                    |
+        | norm gains                                  | 1, constant             |
+
+        Each tensor is drawn afresh, so the two populations start from different weights.
+        """
+        for name, tensor in self.named_parameters():
+            if tensor.dim() > 1:
+                back = name.endswith(("attention.out.weight", "experts.w2", "shared_w2.weight"))
+                tensor.normal_(std=0.02 / math.sqrt(2 * self.config.n_layers) if back else 0.02)
+
+    def forward(self, idx, targets=None, all_logits=False, cache=None, **ablation):
+        """idx [B, T] int64. With targets [B, T]: dict of ce (nats), z, ortho, overlap (means over layers), load [L, P, E].
+
+        Without: dict of logits, FP32 [B, 1, V] of the last position or [B, T, V] with all_logits, and load.
+        cache: a KVCache whose positions go before idx. ablation: silence, renormalise, as in Router.forward.
+        """
+        T, start = idx.size(1), cache.filled if cache else 0
+        if start + T > self.config.seq_len:
+            raise UserError(f"{start + T} tokens are more than the context of {self.config.seq_len} (seq_len)")
+        x, losses, loads = self.embedding(idx), [], []          # [B, T, d_model], FP32 throughout
+        for layer, block in enumerate(self.blocks):
+            layer_cache = (cache.keys[layer], cache.values[layer], start) if cache else None
+            x, layer_losses, load = block(x, self.rope[:, start:start + T], layer_cache, **ablation)
+            losses.append(torch.stack(layer_losses))
+            loads.append(load)
+        if cache:
+            cache.filled += T
+        x, load = self.norm(x), torch.stack(loads)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        if targets is None:
+            return dict(logits=F.linear(x if all_logits else x[:, -1:], weight).float(), load=load)
+        z, ortho, overlap = torch.stack(losses).mean(0)
+        return dict(ce=head_loss(x.flatten(0, 1), weight, targets.flatten()), z=z, ortho=ortho, overlap=overlap.detach(), load=load)
+
+    @torch.no_grad()
+    def update_bias(self, load, rate):
+        """Move each expert's bias by rate towards an even load (arXiv 2408.15664, algorithm 1).
+
+        load [L, P, E]: assignments over one whole optimizer step, all micro-steps and ranks. Re-centred to mean
+        zero per population, which changes no selection.
+        """
+        for block, counts in zip(self.blocks, load.float()):
+            if block.moe.router is not None:
+                bias = block.moe.router.expert_bias
+                bias += rate * (counts.mean(-1, keepdim=True) - counts).sign()
+                bias -= bias.mean(-1, keepdim=True)
+
+    @torch.no_grad()
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_id=None) -> Iterator[torch.Tensor]:
+        """Yield the next ids [B] after the prompts idx [B, T], one position at a time, with a KV cache.
+
+        Ends after max_new_tokens, when the context (seq_len) is full, or when every row has given stop_id; a row
+        that has ended repeats it. seed: of this call's own generator; None leaves the choice to chance.
+        """
+        self.eval()
+        B, T = idx.shape
+        generator = torch.Generator(idx.device)
+        generator.manual_seed(seed) if seed is not None else generator.seed()
+        dtype = compute_dtype(self.embedding.weight)
+        cache = KVCache(self.config, B, min(self.config.seq_len, T + max_new_tokens), idx.device, dtype)
+        ended = torch.zeros(B, dtype=torch.bool, device=idx.device)
+        for _ in range(min(max_new_tokens, self.config.seq_len - T)):
+            idx = pick(self(idx, cache=cache)["logits"][:, -1], temperature, top_k, top_p, generator)
+            if stop_id is not None:
+                idx = idx.masked_fill(ended, stop_id)
+                ended |= idx == stop_id
+            yield idx
+            if ended.all():
+                return
+            idx = idx[:, None]
+
+    def generate(self, idx, max_new_tokens, **sampling):
+        """Return idx [B, T] with the generated ids behind it; arguments as in stream."""
+        return torch.cat((idx, *(new[:, None] for new in self.stream(idx, max_new_tokens, **sampling))), 1)
+
+
+def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """Choose an id per row of logits [B, V]: the largest at temperature 0, else a draw from the top_k likeliest
+    (None or 0: all) and among them the fewest that together reach probability top_p (None: all) -> [B]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature            # shifted first: a tiny temperature cannot overflow
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:], -math.inf)
+    if top_p is not None and top_p < 1:
+        sorted_p, order = logits.softmax(-1).sort(-1, descending=True)
+        unlikely = sorted_p.cumsum(-1) - sorted_p >= top_p                      # the mass before it already reaches top_p
+        unlikely[:, 0] = False
+        logits = logits.masked_fill(torch.zeros_like(unlikely).scatter(1, order, unlikely), -math.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Weight decay on matrices only (embeddings, projections, expert banks), none on norm gains."""
+    tensors = list(model.parameters())
+    return [dict(params=[p for p in tensors if p.dim() > 1], weight_decay=weight_decay),
+            dict(params=[p for p in tensors if p.dim() <= 1], weight_decay=0.0)]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Device, checkpoints, validation loss: what training, evaluation and sampling share
+# ----------------------------------------------------------------------------------------------------------
+
+def pick_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, str]:
+    """Resolve the settings device and dtype; returns (device, dtype, a line that says what and why).
+
+    "auto" takes the GPU if a tiny kernel runs on it, and BF16 from compute capability 8.0 on: older cards claim
+    BF16 but emulate it. UserError where what was asked for is not there.
+    """
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise UserError(f'dtype={dtype}: must be "auto", "float32" or "bfloat16"')
+    why = ""
+    if device == "auto":
+        device = "cpu"
+        if torch.cuda.is_available():
+            try:
+                (torch.ones(2, device="cuda") * 2).sum().item()
+                device = "cuda"
+            except RuntimeError as error:           # a card this torch has no kernels for
+                why = f" (the GPU {torch.cuda.get_device_name()} is not usable by this PyTorch: {str(error).splitlines()[0]})"
+        else:
+            why = " (PyTorch sees no GPU)"
+    try:
+        place = torch.device(device)
+        torch.ones(1, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"device={device}: not usable here ({str(error).splitlines()[0]}) - try --device=auto") from None
+    has_bf16 = place.type == "cuda" and torch.cuda.get_device_capability(place) >= (8, 0)
+    if dtype == "bfloat16" and place.type != "cpu" and not has_bf16:
+        raise UserError(f"dtype=bfloat16: {device} has no BF16 arithmetic - try --dtype=auto (float32 there)")
+    chosen = torch.bfloat16 if dtype == "bfloat16" or dtype == "auto" and has_bf16 else torch.float32
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+    return place, chosen, f"device {name}, {str(chosen).removeprefix('torch.')}{why}"
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """The context forward passes run in: BF16 autocast over FP32 weights, or nothing in FP32."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+def list_checkpoints(folder: str | Path) -> list[Path]:
+    """Checkpoints of a run, oldest step first (by number: file times lie after a copy)."""
+    return sorted((p for p in Path(folder).glob("step_*.pt") if p.stem[5:].isdigit()), key=lambda p: int(p.stem[5:]))
+
+
+def find_checkpoint(checkpoint: str | None, out_dir: str | Path) -> Path:
+    """Resolve the setting checkpoint (a file, a run's folder or None) to a file.
+
+    In a folder the best by validation loss, else the newest. None: in out_dir, or else in the run below out/ whose
+    newest checkpoint was written last.
+    """
+    if checkpoint is not None and Path(checkpoint).is_file():
+        return Path(checkpoint)
+    folder = Path(checkpoint or out_dir)
+    found = list_checkpoints(folder)
+    if not found and checkpoint is None:
+        runs = [newest[-1] for run in Path("out").glob("*") if (newest := list_checkpoints(run))]
+        if runs:
+            folder = max(runs, key=lambda p: p.stat().st_mtime).parent
+            found = list_checkpoints(folder)
+    if not found:
+        raise UserError(f"{folder}: no checkpoint here" + (" nor in any folder below out" if checkpoint is None else "") +
+                        " - train one first (python train.py), or give --checkpoint=FILE or --out_dir=FOLDER")
+    best = folder / "best.json"
+    if best.is_file():
+        try:
+            named = folder / Path(json.loads(best.read_text(encoding="utf-8"))["file"]).name
+            if named.is_file():
+                return named
+        except (ValueError, TypeError, KeyError):
+            print(f"{best}: damaged, taking the newest checkpoint instead")
+    return found[-1]
+
+
+def read_checkpoint(path: str | Path, device="cpu", mmap=False) -> dict:
+    """Load a checkpoint file after checking its hash. UserError if it is missing, damaged or not one of ours."""
+    path, side = Path(path), Path(f"{path}.sha256")
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint")
+    if not side.is_file():
+        raise UserError(f"{path}: its hash file {side.name} is missing - copy it from the training machine too")
+    if settings_rule.sha256_file(path) != side.read_text(encoding="utf-8").split(" ")[0]:
+        raise UserError(f"{path}: damaged (its SHA-256 is not the one in {side.name}) - copy it again or take another checkpoint")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        if not {"model", "settings", "step", "tokenizer_sha256"} <= state.keys():
+            raise ValueError("parts are missing")
+    except Exception as error:                      # unpickling a foreign file can raise nearly anything
+        raise UserError(f"{path}: not a checkpoint of Cipher ({str(error).splitlines()[0][:100]})") from None
+    return state
+
+
+def load_checkpoint(path: str | Path, device="cpu") -> tuple[Cipher, dict]:
+    """Return (model in eval mode on device, the checkpoint's settings). Weights alone are read, by mmap."""
+    state = read_checkpoint(path, mmap=True)
+    with torch.device("meta"):
+        model = Cipher(architecture(state["settings"]))
+    try:
+        model.load_state_dict({name: tensor.to(device, copy=True) for name, tensor in state["model"].items()}, assign=True)
+    except RuntimeError as error:
+        raise UserError(f"{path}: its weights do not fit its settings ({str(error).splitlines()[-1].strip()})") from None
+    model.rope = rope_table(model.config).to(device)
+    return model.eval(), state["settings"] | dict(step=state["step"], tokenizer_sha256=state["tokenizer_sha256"])
+
+
+@torch.no_grad()
+def mean_ce(model: nn.Module, batches: Iterable, context=None) -> float:
+    """Mean cross-entropy in nats per token over batches of (inputs, targets), every token weighing the same.
+
+    The one validation loss of training, evaluation and verification. Leaves no trace: no dropout, no random
+    numbers, no load counted. context: the autocast to run in.
+    """
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    total, n = torch.zeros((), dtype=torch.float64, device=device), 0
+    for inputs, targets in batches:
+        with context or nullcontext():
+            total += model(inputs.to(device), targets.to(device))["ce"].double() * targets.numel()
+        n += targets.numel()
+    model.train(was_training)
+    return (total / n).item()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The sizing report
+# ----------------------------------------------------------------------------------------------------------
+
+PEAK = {"H100": 989e12, "A100": 312e12}             # dense BF16 FLOP/s of the SXM cards, from NVIDIA's data sheets
+
+
+def count_parameters(config: ModelConfig) -> dict:
+    """Parameters by part, total and active (those in one token's matrix products), counted on the model itself."""
+    with torch.device("meta"):
+        model = Cipher(config)
+    parts = dict.fromkeys(("embedding", "attention", "router", "routed experts", "shared experts", "LM head", "norms"), 0)
+    for name, tensor in model.named_parameters():
+        part = ("norms" if tensor.dim() == 1 else "embedding" if "embedding" in name else "LM head" if name.startswith("head")
+                else "attention" if "attention" in name else "router" if "router" in name
+                else "routed experts" if ".experts." in name else "shared experts")
+        parts[part] += tensor.numel()
+    used = config.top_k / (P * config.n_routed) if config.n_routed else 0
+    head = parts["LM head"] or parts["embedding"]
+    active = parts["attention"] + parts["router"] + parts["shared experts"] + head + round(parts["routed experts"] * used)
+    return parts | dict(total=sum(parts.values()), active=active)
+
+
+def flops_per_token(config: ModelConfig, length: int | None = None) -> float:
+    """FLOPs of training on one token, forward and backward: 6 per active parameter, and attention's causal half."""
+    return 6 * count_parameters(config)["active"] + 6 * config.n_layers * config.n_heads * config.head_dim * (length or config.seq_len)
+
+
+def activation_bytes_per_token(config: ModelConfig, wide: int) -> int:
+    """Bytes kept for the backward pass per token, from the tensors each part saves; wide: bytes of the compute dtype."""
+    d, hidden = config.d_model, config.expert_d_ff
+    heads = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+    attention = 4 * 3 * d + wide * (d + 2 * heads + config.n_heads * config.head_dim * 2) + 4 * 2 * heads
+    shared = wide * (d + 5 * config.n_shared * hidden)
+    routed = (wide * config.top_k * (2 * d + 5 * hidden) + 4 * 6 * d + 4 * 3 * P * config.n_routed) if config.n_routed else 0
+    per_layer = attention + 4 * 2 * d + (wide * d if config.checkpoint_moe else shared + routed)
+    drop = 2 * d if config.dropout else 0           # masks, a byte each
+    return config.n_layers * (per_layer + drop) + 4 * 3 * d
+
+
+def main():
+    settings = settings_rule.override(globals())
+    cfg = architecture(settings)
+    parts = count_parameters(cfg)
+    print("\nparameters")
+    for name, n in parts.items():
+        print(f"  {name:<16} {n:>13,}   {n / parts['total']:>6.1%}")
+    flops, per_step = flops_per_token(cfg), batch_size * grad_accum * seq_len
+    print(f"\nFLOPs per trained token: {flops / 1e9:.4f} G (active parameters x 6, attention's causal half)")
+    print(f"step: {batch_size} sequences x {grad_accum} micro-steps x {seq_len} tokens = {per_step:,} tokens; "
+          f"{max_tokens:,} tokens are {math.ceil(max_tokens / per_step):,} steps")
+
+    micro, gib = batch_size * seq_len, 2 ** 30
+    memory = {"weights, gradients and Adam moments in FP32": 16 * parts["total"],
+              "BF16 copies of the weights": 2 * parts["total"],
+              f"activations of {micro:,} tokens": activation_bytes_per_token(cfg, 2) * micro,
+              "logits of one chunk, and the head's gradient": 10 * min(1 << 27, micro * vocab_size) + 4 * vocab_size * d_model}
+    print("\ntraining memory with BF16 autocast (an estimate by arithmetic)")
+    for name, n in memory.items():
+        print(f"  {name:<45} {n / gib:>8.2f} GiB")
+    print(f"  {'together':<45} {sum(memory.values()) / gib:>8.2f} GiB")
+    if cfg.n_routed:
+        other = activation_bytes_per_token(ModelConfig(**asdict(cfg) | dict(checkpoint_moe=not checkpoint_moe)), 2) * micro / gib
+        print(f"  with checkpoint_moe={not checkpoint_moe} the activations would be {other:.2f} GiB; recomputing the experts costs about "
+              f"{2 * (parts['shared experts'] + parts['routed experts'] * top_k / (P * n_routed)) / flops:.0%} more FLOPs")
+    print(f"checkpoint on disk: {12 * parts['total'] / 1e9:.2f} GB (weights and two moments in FP32)")
+
+    print("\nwhat the hardware allows (limits by arithmetic, not measurements)")
+    print(f"  {'':<5} {'of peak':>8} {'tokens/s':>12} {'max_tokens in':>14}" + (f"   {max_hours:g} h buy" if max_hours else ""))
+    for card, peak in PEAK.items():
+        for share in (1, 0.4, 0.2, 0.1):
+            rate = share * peak / flops
+            print(f"  {card:<5} {share:>8.0%} {rate:>12,.0f} {max_tokens / rate / 3600:>12.2f} h" +
+                  (f"   {rate * max_hours * 3600 / 1e9:>6.2f} G tokens" if max_hours else ""))
+
+    data_tokens = None
+    try:
+        data_tokens = json.loads((Path(data_dir) / "manifest.json").read_text(encoding="utf-8"))["splits"]["train"]["tokens"]
+    except (OSError, ValueError, KeyError):
+        print(f"\nno prepared data in {data_dir}: passes over it are not known")
+    if data_tokens:
+        passes = max_tokens / data_tokens
+        print(f"\ndata: {data_tokens:,} training tokens in {data_dir}; max_tokens is {passes:.1f} passes over them")
+        if passes > 4:
+            print(f"  contradiction: more than about 4 passes stop paying (arXiv 2305.16264) - {max_tokens / 4 / 1e6:,.0f}M tokens of "
+                  f"text would serve, or max_tokens={4 * data_tokens:,}")
+        print(f"  rule of thumb, 20 tokens per active parameter (arXiv 2203.15556): {20 * parts['active'] / 1e6:,.0f}M tokens")
+    if max_hours and (bought := 0.1 * PEAK["H100"] / flops * max_hours * 3600) > 2 * max_tokens:
+        print(f"  contradiction: {max_hours:g} h on an H100 buy {bought / 1e9:.1f} G tokens even at 10 % of its peak, max_tokens asks for "
+              f"{max_tokens / 1e9:.2f} G - the run ends early (and cheap), or raise max_tokens and prepare more text")
+
+
+if __name__ == "__main__":
+    settings_rule.run(main)

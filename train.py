@@ -1,0 +1,448 @@
+"""Train the twin-population MoE: BF16 on a rented GPU, FP32 on a laptop, the same script.
+
+    python train.py config/local_cpu.py                    a first model on two CPU cores
+    python train.py config/cloud_h100.py                   the plan's model; start it again to resume
+    python train.py config/local_cpu.py --max_tokens=5e6 --out_dir=out/longer
+
+Reads data_dir (prepare.py). Writes into out_dir: config.json, tokenizer.json, metrics.jsonl, checkpoints
+step_*.pt with their .sha256, best.json, and done.json at the end. Starting again resumes from the newest valid
+checkpoint and is, on the CPU, bit for bit the uninterrupted run. Ctrl-C or SIGTERM: finish the step, save, exit 0.
+"""
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import config
+from config import UserError
+from model import (PEAK, Cipher, architecture, autocast, choose_branch, count_parameters, flops_per_token, list_checkpoints,
+                   mean_ce, parameter_groups, pick_device, read_checkpoint)
+from prepare import TokenStream
+from tokenizer import load_tokenizer
+
+# where
+data_dir = "data/cipher"
+out_dir = "out/cipher"
+resume = True            # False: refuse to touch an out_dir that holds a run
+seed = 1337
+device = "auto"          # auto, cpu, cuda, cuda:1, mps
+dtype = "auto"           # auto: bfloat16 where the GPU has it, else float32
+require_bf16 = False     # True in cloud files: stop rather than spend money on a box without a usable GPU
+# architecture, as in model.py
+vocab_size = 32768
+d_model = 512
+n_layers = 12
+n_heads = 8
+n_kv_heads = 2
+head_dim = 64
+n_routed = 32            # routed experts per population; 0 = dense
+n_shared = 2
+top_k = 4
+expert_d_ff = 128
+seq_len = 2048
+dropout = 0.1
+tie_embeddings = False
+checkpoint_moe = True
+# budget: whichever ends first ends the run, cooled down
+max_tokens = 100_000_000
+max_hours: float | None = None   # of training time, over all resumes
+max_passes = 4.0         # over the training data; more than about 4 stop paying (arXiv 2305.16264)
+# optimizer
+batch_size = 16          # sequences per micro-step
+grad_accum = 3           # micro-steps per step: 48 sequences together
+lr = 3e-4                # peak, held between warm-up and cooldown
+min_lr = 0.0             # at the end of the cooldown
+warmup_steps = 200       # at most a tenth of the run
+schedule = "wsd"         # "wsd": warm-up, hold, linear cooldown; "cosine"
+cooldown = 0.2           # last share of the budget in which wsd takes lr to min_lr
+weight_decay = 0.1       # on matrices only
+grad_clip = 1.0          # global norm
+# losses beside the cross-entropy, and balancing
+z_loss_weight = 0.001    # router logits' squared logsumexp
+ortho_weight = 0.01      # squared cosine between the populations' outputs
+bias_update_rate = 0.01  # a bias moves by at most this per step; falls to 0 in the cooldown
+# watching and saving
+eval_interval = 100      # steps
+eval_tokens = 500_000    # of the validation split, always the same windows
+log_interval = 10        # steps
+checkpoint_minutes = 30.0
+keep_checkpoints: int | None = None   # None = all; else the newest so many, and the best
+
+BEST_SAVE_SECONDS = 300      # a new best is saved at most this often
+SKIPS_IN_A_ROW = 10          # non-finite gradients before the run stops
+HOPELESS_HOURS = 48          # a run estimated longer than this, without max_hours, is refused
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Checks before anything is spent
+# ----------------------------------------------------------------------------------------------------------
+
+def check_settings() -> None:
+    """Rules between settings; UserError with a line for each broken one."""
+    rules = [(min(batch_size, grad_accum, eval_interval, log_interval, max_tokens) >= 1,
+              f"batch_size={batch_size}, grad_accum={grad_accum}, eval_interval={eval_interval}, log_interval={log_interval}, "
+              f"max_tokens={max_tokens} must all be 1 or more"),
+             (schedule in ("wsd", "cosine"), f'schedule={schedule}: must be "wsd" or "cosine"'),
+             (0 < cooldown <= 1, f"cooldown={cooldown} must be above 0 and at most 1"),
+             (0 <= min_lr <= lr and lr > 0, f"lr={lr} must be positive and min_lr={min_lr} between 0 and lr"),
+             (grad_clip > 0, f"grad_clip={grad_clip} must be positive"),
+             (min(weight_decay, z_loss_weight, ortho_weight, bias_update_rate, warmup_steps) >= 0,
+              "weight_decay, z_loss_weight, ortho_weight, bias_update_rate and warmup_steps must not be negative"),
+             (max_hours is None or max_hours > 0, f"max_hours={max_hours} must be positive, or None"),
+             (keep_checkpoints is None or keep_checkpoints >= 1, f"keep_checkpoints={keep_checkpoints} must be 1 or more, or None"),
+             (checkpoint_minutes > 0, f"checkpoint_minutes={checkpoint_minutes} must be positive"),
+             (seed >= 0, f"seed={seed} must not be negative"),
+             (eval_tokens >= seq_len, f"eval_tokens={eval_tokens} must be at least one window, seq_len={seq_len}")]
+    if mistakes := [text for good, text in rules if not good]:
+        raise UserError("\n".join(mistakes))
+
+
+def estimate_hours(place: torch.device, flops: float) -> float:
+    """Hours for max_tokens at half the speed of an FP32 matrix product, timed here (0.3 s). For a CPU or an old GPU."""
+    a, b = torch.randn(1024, 512, device=place), torch.randn(512, 1024, device=place)
+    (a @ b).sum().item()
+    start, n = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.3:
+        (a @ b).sum().item()
+        n += 1
+    per_second = 2 * 1024 * 512 * 1024 * n / (time.perf_counter() - start)
+    return max_tokens * flops / (0.5 * per_second) / 3600
+
+
+def check_device(place: torch.device, number: torch.dtype, said: str, flops: float) -> None:
+    """Refuse what is hopeless on this machine, with the estimate and the better command."""
+    if number == torch.bfloat16 and place.type == "cuda":
+        return
+    hours = estimate_hours(place, flops)
+    if max_hours is not None:
+        hours = min(hours, max_hours)
+    better = "python train.py config/local_cpu.py trains a first model here in minutes"
+    if require_bf16:
+        raise UserError(f"this configuration needs a GPU with BF16 (A100, H100): {said}; {max_tokens:,} tokens would take about "
+                        f"{hours:,.0f} hours here - {better}; --require_bf16=False --max_tokens=N tries this one all the same")
+    if hours > HOPELESS_HOURS:
+        raise UserError(f"{max_tokens:,} tokens of this model would take about {hours:,.0f} hours here ({said}) - {better}; "
+                        f"--max_hours=N or a smaller --max_tokens goes on all the same")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Schedule
+# ----------------------------------------------------------------------------------------------------------
+
+def schedule_factors(step: int, planned_steps: int, progress: float) -> tuple[float, float]:
+    """Return (learning rate, bias update rate) for a step at progress 0 ... 1 of the budget.
+
+    A pure function of both, so that a resumed run goes on where it was.
+    """
+    if schedule == "wsd":
+        fall = min(1.0, (1 - progress) / cooldown)
+    else:
+        fall = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    warm = min(1.0, (step + 1) / max(1, min(warmup_steps, math.ceil(0.1 * planned_steps))))
+    return warm * (min_lr + (lr - min_lr) * fall), bias_update_rate * min(1.0, fall)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ----------------------------------------------------------------------------------------------------------
+
+def rng_state() -> dict:
+    """The state of every generator, as plain types and tensors (weights_only refuses NumPy's arrays)."""
+    kind, keys, *rest = np.random.get_state()
+    return dict(torch=torch.get_rng_state(), cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+                numpy=[kind, keys.tolist(), *rest], python=random.getstate())
+
+
+def set_rng_state(state: dict) -> None:
+    torch.set_rng_state(state["torch"].cpu())
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+    np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], np.uint32), *state["numpy"][2:]))
+    random.setstate(state["python"])
+
+
+def write_checkpoint(path: Path, state: dict) -> None:
+    """Write path whole or not at all: aside, synced, hashed; the hash file first, then the rename."""
+    aside = Path(f"{path}.tmp")
+    try:
+        with open(aside, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        config.write_text(f"{path}.sha256", f"{config.sha256_file(aside)}  {path.name}\n")   # as sha256sum -c reads it
+        config.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def newest_valid(folder: Path) -> tuple[Path | None, dict | None]:
+    """Return the newest checkpoint of a folder that is whole, and its content; damaged ones are named and set aside."""
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return path, read_checkpoint(path)
+        except UserError as error:
+            print(f"passed over: {error}")
+            config.replace(path, f"{path}.damaged")
+    return None, None
+
+
+def check_same_run(path: Path, before: dict, settings: dict, hashes: dict) -> None:
+    """Refuse to continue a checkpoint with another model, data, order or tokenizer; report other differences."""
+    then = before["settings"]
+    fixed = [*architecture(settings).__dataclass_fields__, "seed"]
+    # dropout and recomputation change no shape and no data; a run may change them on the way
+    hard = [n for n in fixed if n not in ("dropout", "checkpoint_moe")]
+    wrong = [f"{n}={then[n]!r} there, {settings[n]!r} now" for n in hard if then[n] != settings[n]]
+    wrong += [f"another {n.removesuffix('_sha256')}" for n in hashes if before[n] != hashes[n]]
+    if wrong:
+        raise UserError(f"{path}: the checkpoint is of another run ({'; '.join(wrong)}) - set these back, or choose another --out_dir")
+    if changed := [f"{n}={then.get(n)!r} -> {settings[n]!r}" for n in settings if n not in hard and then.get(n) != settings[n]]:
+        print("changed since the checkpoint:", ", ".join(changed))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The run
+# ----------------------------------------------------------------------------------------------------------
+
+class Interrupted(Exception):
+    """A stop was asked for during an evaluation."""
+
+
+def main():
+    settings = config.override(globals())
+    check_settings()
+    cfg = architecture(settings)
+    out = Path(out_dir)
+    if (out / "done.json").exists():
+        before_cooldown = json.loads((out / "done.json").read_text(encoding="utf-8")).get("before_cooldown")
+        print(f"{out}: this run is finished. Next: python sample.py --out_dir={out}" + (
+            f". To train longer, copy {before_cooldown} and its .sha256 into a new folder and set --out_dir and --max_tokens" if before_cooldown else ""))
+        return
+    place, number, said = pick_device(device, dtype)
+    flops = flops_per_token(cfg)
+    check_device(place, number, said, flops)
+    if list_checkpoints(out) and not resume:
+        raise UserError(f"{out}: holds a run already - leave out --resume=False to continue it, or choose another --out_dir")
+
+    # data
+    train, val = TokenStream(data_dir, "train", seq_len, seed), TokenStream(data_dir, "val", seq_len, 0)
+    manifest = train.manifest
+    if manifest["vocab_size"] != vocab_size:
+        raise UserError(f"vocab_size={vocab_size}, but the data in {data_dir} was made with {manifest['vocab_size']} - "
+                        f"set --vocab_size={manifest['vocab_size']}, or run prepare.py with the same config file")
+    passes = max_tokens / (train.n_windows * seq_len)
+    if passes > max_passes:
+        raise UserError(f"max_tokens={max_tokens:,} is {passes:.1f} passes over the {train.n_tokens:,} training tokens in {data_dir}, and "
+                        f"more than about 4 stop paying - prepare more text, or set --max_tokens={int(max_passes * train.n_windows * seq_len)} "
+                        f"or --max_passes={math.ceil(passes)}")
+    load_tokenizer(Path(data_dir) / "tokenizer.json", manifest["tokenizer_sha256"])
+    hashes = dict(tokenizer_sha256=manifest["tokenizer_sha256"], manifest_sha256=config.sha256_file(Path(data_dir) / "manifest.json"))
+
+    # model and optimizer; FP32 weights, whatever the arithmetic
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    model = Cipher(cfg).to(place)
+    branch = choose_branch(model, place, number)
+    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay), lr=lr, betas=(0.9, 0.95), fused=True)
+
+    # state, all of it in the checkpoint
+    state = dict(step=0, tokens=0, hours=0.0, progress=0.0, last_eval=-1, val_ce=None, best_val_ce=None, before_cooldown=None)
+    path, before = newest_valid(out)
+    if before is not None:
+        check_same_run(path, before, settings, hashes)
+        model.load_state_dict(before["model"])
+        optimizer.load_state_dict(before["optimizer"])
+        set_rng_state(before["rng"])
+        state = {name: before[name] for name in state}
+        print(f"resumed from {path}: step {state['step']}, {state['tokens']:,} tokens, {state['hours'] * 60:.1f} minutes of training")
+    del before
+
+    out.mkdir(parents=True, exist_ok=True)
+    for leftover in out.glob("*.tmp"):
+        leftover.unlink()
+    shutil.copyfile(Path(data_dir) / "tokenizer.json", out / "tokenizer.json")
+    config.write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
+    metrics_file = out / "metrics.jsonl"
+    if metrics_file.exists():                       # what lies behind the checkpoint will be written again
+        keep = lambda row: row["step"] < state["step"] or row["step"] == state["step"] and ("val_ce" not in row or state["last_eval"] == row["step"])
+        whole = [line for line in metrics_file.read_text(encoding="utf-8").splitlines(True) if line.endswith("}\n")]
+        config.write_text(metrics_file, "".join(line for line in whole if keep(json.loads(line))))
+    metrics = open(metrics_file, "a", encoding="utf-8", newline="\n", buffering=1)
+
+    tokens_per_step = batch_size * grad_accum * seq_len
+    planned_steps = math.ceil(max_tokens / tokens_per_step)
+    parts = count_parameters(cfg)
+    peak = next((flop for card, flop in PEAK.items() if place.type == "cuda" and card in torch.cuda.get_device_name(place)), None)
+    n_val = min(val.n_windows, eval_tokens // seq_len)
+    print(f"{said}; {branch}")
+    print(f"model: {parts['total'] / 1e6:.1f}M parameters, {parts['active'] / 1e6:.1f}M active; {flops / 1e6:,.1f} MFLOP per token")
+    print(f"step: {batch_size} sequences x {grad_accum} micro-steps x {seq_len} tokens = {tokens_per_step:,} tokens; "
+          f"{max_tokens:,} tokens are {planned_steps:,} steps, {passes:.2f} passes over the data"
+          + (f", or {max_hours:g} hours" if max_hours else ""))
+    print(f"validation: {n_val * seq_len:,} tokens every {eval_interval} steps; checkpoints every {checkpoint_minutes:g} minutes, "
+          f"{12 * parts['total'] / 1e9:.2f} GB each, into {out}")
+
+    # clock and signals
+    stop = []                                       # signals received; a second one of a kind acts at once
+    def on_signal(which, frame):
+        stop.append(which)
+        signal.signal(which, signal.SIG_DFL)
+    for name in ("SIGTERM", "SIGINT", "SIGBREAK"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), on_signal)
+    started, hours_before, progress_before = time.monotonic(), state["hours"], state["progress"]
+    saved_at = best_saved_at = time.monotonic()
+    reserve = 0.0                                   # seconds that the last evaluation and save will take
+
+    def clock() -> float:
+        return hours_before + (time.monotonic() - started) / 3600
+
+    def val_batches():
+        per = max(1, batch_size)
+        for first in range(0, n_val, per):
+            if stop:
+                raise Interrupted
+            yield val.batch(first, min(per, n_val - first))
+
+    def save() -> None:
+        """Save at this step, unless it is there; a failure is loud and costs nothing that was there."""
+        nonlocal saved_at
+        target = out / f"step_{state['step']:08d}.pt"
+        if target.exists():
+            return
+        state["hours"] = clock()
+        try:
+            write_checkpoint(target, dict(
+                model=model.state_dict(), optimizer=optimizer.state_dict(), rng=rng_state(), settings=settings, **state, **hashes,
+                token_offset=state["tokens"]))
+        except OSError as error:
+            say(f"warning: checkpoint {target.name} was NOT saved ({error}); the run goes on - make room, the next try is in a minute")
+            saved_at = time.monotonic() + 60 - checkpoint_minutes * 60
+            return
+        saved_at = time.monotonic()
+        best = out / "best.json"
+        if state["last_eval"] == state["step"]:
+            known = json.loads(best.read_text(encoding="utf-8"))["val_ce"] if best.exists() else math.inf
+            if state["val_ce"] < known:
+                config.write_text(best, json.dumps(dict(file=target.name, step=state["step"], val_ce=state["val_ce"])) + "\n")
+        if keep_checkpoints is not None:
+            spared = {target.name, json.loads(best.read_text(encoding="utf-8"))["file"] if best.exists() else None, state["before_cooldown"]}
+            for old in list_checkpoints(out)[:-keep_checkpoints]:
+                if old.name not in spared:
+                    old.unlink()
+                    Path(f"{old}.sha256").unlink(missing_ok=True)
+
+    bar = tqdm(total=max_tokens, initial=min(state["tokens"], max_tokens), unit="tok", unit_scale=True, disable=None, leave=False)
+    say = lambda text: (bar.write(text), None if bar.disable else bar.refresh())
+    say(f"{'step':>7} {'tokens':>12} {'ce':>7} {'z':>7} {'ortho':>7} {'overlap':>7} {'load':>5} {'lr':>8} {'norm':>6} {'tok/s':>9} {'left':>8}")
+    skipped, rate_tokens, rate_seconds = 0, 0, 0.0
+
+    while True:
+        # between steps: evaluate, save, stop ------------------------------------------------------------
+        state["hours"] = clock()
+        by_hours = state["hours"] / max(1e-9, max_hours - reserve / 3600) if max_hours else 0.0
+        state["progress"] = max(state["progress"], state["tokens"] / max_tokens, by_hours)
+        finished, new_best = state["progress"] >= 1, False
+        if state["step"] > 0 and (state["step"] % eval_interval == 0 or finished) and state["last_eval"] != state["step"]:
+            began = time.monotonic()
+            try:
+                state["val_ce"] = mean_ce(model, val_batches(), autocast(place, number))
+                state["last_eval"] = state["step"]
+                new_best = state["best_val_ce"] is None or state["val_ce"] < state["best_val_ce"]
+                if new_best:
+                    state["best_val_ce"] = state["val_ce"]
+                metrics.write(json.dumps(dict(step=state["step"], tokens=state["tokens"], val_ce=state["val_ce"])) + "\n")
+                say(f"{state['step']:>7} {state['tokens']:>12,} validation ce {state['val_ce']:.4f}" + (", the best so far" if new_best else ""))
+            except Interrupted:
+                say("stop asked for: the evaluation is left, it is done again at resume")
+            reserve = max(reserve, time.monotonic() - began)
+        entering = schedule == "wsd" and state["before_cooldown"] is None and state["progress"] > 1 - cooldown and state["step"] > 0
+        if entering:
+            state["before_cooldown"] = f"step_{state['step']:08d}.pt"
+        now = time.monotonic()
+        if finished or stop or entering or now - saved_at >= checkpoint_minutes * 60 or new_best and now - best_saved_at >= BEST_SAVE_SECONDS:
+            if state["step"] > 0:
+                save()
+                reserve = max(reserve, time.monotonic() - now)
+                best_saved_at = time.monotonic() if new_best else best_saved_at
+        if finished or stop:
+            break
+        began = time.monotonic()
+        step_lr, step_bias_rate = schedule_factors(state["step"], planned_steps, state["progress"])
+        for group in optimizer.param_groups:
+            group["lr"] = step_lr
+        logging = (state["step"] + 1) % log_interval == 0 or state["step"] == 0
+
+        # ================================ the step ================================
+        sums, load = torch.zeros(4, device=place), 0
+        window = state["tokens"] // seq_len
+        for micro in range(grad_accum):
+            inputs, targets = (t.to(place) for t in train.batch(window + micro * batch_size, batch_size))
+            with autocast(place, number):
+                result = model(inputs, targets)
+            loss = result["ce"] + z_loss_weight * result["z"] + ortho_weight * result["ortho"]
+            (loss / grad_accum).backward()
+            sums += torch.stack([result[name].detach() for name in ("ce", "z", "ortho", "overlap")]) / grad_accum
+            load = load + result["load"]
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip, foreach=True).item()   # the step's one host read
+        if math.isfinite(grad_norm):
+            optimizer.step()
+            model.update_bias(load, step_bias_rate)
+        optimizer.zero_grad(set_to_none=True)
+        # ==========================================================================
+
+        state["step"] += 1
+        state["tokens"] += tokens_per_step
+        skipped = 0 if math.isfinite(grad_norm) else skipped + 1
+        if skipped:
+            say(f"warning: step {state['step']}: the gradient is not finite; the step was skipped ({skipped} in a row)")
+            if skipped == SKIPS_IN_A_ROW:
+                raise UserError(f"{skipped} steps in a row had a non-finite gradient - lower --lr (now {lr}) and start again: the run "
+                                f"resumes from its newest checkpoint in {out}")
+        rate_tokens, rate_seconds = rate_tokens + tokens_per_step, rate_seconds + time.monotonic() - began
+        bar.update(min(tokens_per_step, max(0, max_tokens - bar.n)))
+        if logging:
+            ce, z, ortho, overlap = sums.tolist()
+            share = load.float() / load.sum(-1, keepdim=True).clamp(min=1)                       # [L, P, E]
+            entropy = -torch.xlogy(share, share).sum(-1).mean(1) / math.log(max(2, n_routed))    # [L], 1 = even
+            largest = share.flatten(1).amax(1).tolist() if n_routed else []                      # [L]
+            speed = rate_tokens / rate_seconds
+            done = max(state["progress"], state["tokens"] / max_tokens)
+            left = (clock() - hours_before) * max(0, 1 - done) / max(1e-9, done - progress_before)
+            metrics.write(json.dumps(dict(
+                step=state["step"], tokens=state["tokens"], ce=ce, z=z, ortho=ortho, overlap=overlap, lr=step_lr,
+                bias_update_rate=step_bias_rate, grad_norm=grad_norm, tokens_per_s=round(speed, 1), mfu=speed * flops / peak if peak else None,
+                max_load_share=largest, load_entropy=entropy.tolist() if n_routed else [], hours=clock(),
+                memory_gib=torch.cuda.max_memory_allocated(place) / 2 ** 30 if place.type == "cuda" else None)) + "\n")
+            say(f"{state['step']:>7} {state['tokens']:>12,} {ce:>7.4f} {z:>7.3f} {ortho:>7.4f} {overlap:>7.3f} {max(largest, default=0):>5.2f} "
+                f"{step_lr:>8.1e} {grad_norm:>6.2f} {speed:>9,.0f} {left * 60:>6.1f} m")
+            rate_tokens, rate_seconds = 0, 0.0
+
+    metrics.close()
+    bar.close()
+    last = out / f"step_{state['step']:08d}.pt"
+    config_file = config.config_argument()
+    again = f"python train.py{config_file and ' ' + config_file}"
+    if state["step"] > 0 and not last.exists():
+        raise UserError(f"{out}: the last checkpoint could not be saved - make room there and start again: {again}")
+    if not finished:
+        print(f"stopped at step {state['step']}, {state['progress']:.0%} of the budget; saved. Start again to go on: {again}")
+        return
+    summary = dict(step=state["step"], tokens=state["tokens"], hours=state["hours"], val_ce=state["val_ce"], best=json.loads(
+        (out / "best.json").read_text(encoding="utf-8")), before_cooldown=state["before_cooldown"])
+    config.write_text(out / "done.json", json.dumps(summary, indent=1) + "\n")
+    print(f"finished: {state['step']} steps, {state['tokens']:,} tokens in {state['hours'] * 60:.1f} minutes; validation ce {state['val_ce']:.4f} nats "
+          f"per token, best {summary['best']['val_ce']:.4f} ({summary['best']['file']})")
+    print(f"next: python sample.py{config_file and ' ' + config_file}    and    python evaluate.py{config_file and ' ' + config_file}")
+
+
+if __name__ == "__main__":
+    config.run(main)
