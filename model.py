@@ -206,11 +206,11 @@ class Router(nn.Module):
 # ----------------------------------------------------------------------------------------------------------
 
 class Dispatch(torch.autograd.Function):
-    """Copy tokens to the rows of their experts. Backward gathers and sums; index_put's would not be repeatable."""
+    """Copy tokens to the rows of their experts. Backward gathers and sums; indexing's own would not be repeatable."""
 
     @staticmethod
     def forward(ctx, x, token, inverse):
-        """x [N, d], token [S]: the token of each row, inverse [S]: the row of each (token, choice) -> [S, d]."""
+        """x [N, d], token: the token of each row, inverse [S]: the row of each (token, choice) -> [rows, d]."""
         ctx.save_for_backward(inverse)
         ctx.n = len(x)
         return x.index_select(0, token)
@@ -226,7 +226,7 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, inverse, target, n):
-        """rows [S, d] sorted by expert, target [S]: which of the n sums a row enters -> [n, d]."""
+        """rows [rows, d] sorted by expert, target: which of the n sums each row enters -> [n, d]."""
         ctx.save_for_backward(target)
         return rows.index_select(0, inverse).view(n, -1, rows.size(1)).sum(1)
 
@@ -237,7 +237,7 @@ class Combine(torch.autograd.Function):
 
 
 class LoopMM(torch.autograd.Function):
-    """Row block i of x times weight[i].T, block by block: for devices and dtypes that F.grouped_mm does not serve.
+    """Row block i of x times weight[i].T, block by block: one product for each expert that has rows.
 
     Written out because autograd through weight[i] would allocate a full-size gradient for every expert.
     """
@@ -247,70 +247,87 @@ class LoopMM(torch.autograd.Function):
         """x [S, in], weight [P*E, out, in], sizes: rows of each block, a list -> [S, out]."""
         ctx.save_for_backward(x, weight)
         ctx.sizes = sizes
-        y = x.new_empty(len(x), weight.size(1))
-        for a, w, b in zip(x.split(sizes), weight, y.split(sizes)):
-            torch.mm(a, w.t(), out=b)
+        y, start = x.new_empty(len(x), weight.size(1)), 0
+        for i, n in enumerate(sizes):
+            if n:
+                torch.mm(x[start:start + n], weight[i].t(), out=y[start:start + n])
+                start += n
         return y
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad_x, grad_w = torch.empty_like(x), torch.empty_like(weight)
-        for a, w, g, ga, gw in zip(x.split(ctx.sizes), weight, grad.split(ctx.sizes), grad_x.split(ctx.sizes), grad_w):
-            torch.mm(g, w, out=ga)
-            torch.mm(g.t(), a, out=gw)              # of no rows: zeros
+        grad_x, grad_w, start = torch.empty_like(x), torch.empty_like(weight), 0
+        for i, n in enumerate(ctx.sizes):
+            block = slice(start, start + n)
+            torch.mm(grad[block].t(), x[block], out=grad_w[i])      # of no rows: zeros
+            if n:
+                torch.mm(grad[block], weight[i], out=grad_x[block])
+                start += n
         return grad_x, grad_w, None
 
 
-def grouped_linear(x, weight, offsets, sizes):
-    """x [S, in] sorted by expert, weight [P*E, out, in] -> [S, out].
-
-    sizes is None on the fast branch, which needs no number on the host; offsets [P*E] int32 are the blocks' ends.
-    """
-    if sizes is None:
-        return F.grouped_mm(x, weight.mT, offs=offsets)
-    return LoopMM.apply(x, weight, sizes)
-
-
 class Experts(nn.Module):
-    """One bank of both populations' SwiGLU experts: E_i(x) = W2_i (silu(W1_i x) * W3_i x)."""
+    """One bank of both populations' SwiGLU experts: E_i(x) = W2_i (silu(W1_i x) * W3_i x).
+
+    Three branches give the same numbers; choose_branch picks one for the device, once.
+    grouped: F.grouped_mm, one kernel over all experts, no number is read by the host.
+    padded:  every expert's rows padded to the fullest one's, one batched product; the host reads the loads once.
+    loop:    a product for each expert; the host reads the loads once.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         n = P * config.n_routed
         self.w13 = nn.Parameter(torch.empty(n, 2 * config.expert_d_ff, config.d_model))   # W1 and W3 in one product
         self.w2 = nn.Parameter(torch.empty(n, config.d_model, config.expert_d_ff))
-        self.fast = False                           # set by choose_branch
+        self.branch = "loop"
 
     def forward(self, x, selected, gate, load):
         """x [N, d_model] -> [N, P, d_model], each population's gated sum over its chosen experts."""
         N, K, k = len(x), selected[0].numel(), selected.size(2)
-        dtype = compute_dtype(x)
-        flat = selected.flatten()                                               # [S], token by token
-        row = flat.argsort(stable=True)                                         # sorted by expert
-        inverse = torch.empty_like(row).scatter_(0, row, torch.arange(len(row), device=x.device))
-        offsets = load.flatten().cumsum(0).to(torch.int32)
-        sizes = None if self.fast else load.flatten().tolist()
-        h = Dispatch.apply(x.to(dtype), row // K, inverse)                      # [S, d_model]
-        a, b = grouped_linear(h, self.w13.to(dtype), offsets, sizes).chunk(2, -1)
+        dtype, device = compute_dtype(x), x.device
+        flat, load = selected.flatten(), load.flatten()                         # [S] token by token, [P*E]
+        row = flat.argsort(stable=True)                                         # [S] sorted by expert
+        place = torch.arange(len(row), device=device)                           # where each sorted row lies
+        gate, ends = gate.flatten(), load.cumsum(0)
+        sizes = None if self.branch == "grouped" else load.tolist()
+        # while routing is far from even, padding would multiply the work: then a product for each expert
+        padded = self.branch == "padded" and max(sizes) * len(sizes) <= 4 * len(row)
+        if padded:
+            place = place + (max(sizes) * torch.arange(len(load), device=device) - (ends - load)).index_select(0, flat.index_select(0, row))
+            filled = torch.zeros(max(sizes) * len(load), dtype=torch.int64, device=device).scatter_(0, place, 1)
+            inverse = torch.empty_like(row).scatter_(0, row, place)
+            row = torch.zeros_like(filled).scatter_(0, place, row)
+            gate = gate.index_select(0, row) * filled                           # a padding row's gate and gradients are 0
+            linear = lambda h, w: torch.bmm(h.view(len(w), -1, w.size(2)), w.mT).flatten(0, 1)
+        else:
+            inverse = torch.empty_like(row).scatter_(0, row, place)             # [S] the row of each (token, choice)
+            gate = gate.index_select(0, row)
+            ends = ends.to(torch.int32)
+            linear = lambda h, w: F.grouped_mm(h, w.mT, offs=ends) if sizes is None else LoopMM.apply(h, w, sizes)
+        a, b = linear(Dispatch.apply(x.to(dtype), row // K, inverse), self.w13.to(dtype)).chunk(2, -1)      # [S, F] each
         # the gate is applied here, at width F, not behind W2 at width d_model: the same by linearity
-        h = (F.silu(a) * b * gate.flatten().index_select(0, row)[:, None]).to(dtype)      # [S, F]
-        y = grouped_linear(h, self.w2.to(dtype), offsets, sizes)                # [S, d_model]
-        return Combine.apply(y, inverse, row // k, N * P).view(N, P, -1)
+        h = (F.silu(a) * b * gate[:, None]).to(dtype)                           # [S, F]
+        return Combine.apply(linear(h, self.w2.to(dtype)), inverse, row // k, N * P).view(N, P, -1)
 
 
 def choose_branch(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
     """Set, once at start, how expert products run, and return it in words.
 
-    F.grouped_mm is one kernel without a host read only for BF16 on compute capability 9.0 and up, with row strides
-    of 16 bytes; elsewhere it is itself a loop that reads the offsets, once per call instead of once per layer.
+    F.grouped_mm is one kernel only for BF16 on compute capability 9.0 and up, with row strides of 16 bytes.
+    Elsewhere on a GPU it is itself a loop: for 64 experts 64 launches and a host read for each of the six products of
+    a layer's forward and backward. Padding takes six launches and one host read. A CPU launches nothing: the loop.
     """
     banks = [module for module in model.modules() if isinstance(module, Experts)]
-    fast = (device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
-            and all(size % 8 == 0 for bank in banks for size in (bank.w2.size(1), bank.w2.size(2))))
+    branch = "loop"
+    if device.type == "cuda":
+        aligned = all(size % 8 == 0 for bank in banks for size in bank.w2.shape[1:])
+        hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+        branch = "grouped" if hopper and aligned and dtype == torch.bfloat16 else "padded"
     for bank in banks:
-        bank.fast = fast
-    return "experts: F.grouped_mm" if fast else "experts: a product per expert"
+        bank.branch = branch
+    return dict(grouped="experts by F.grouped_mm", padded="experts padded, by batched products", loop="experts one by one")[branch]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -664,18 +681,18 @@ def load_checkpoint(path: str | Path, device="cpu") -> tuple[Cipher, dict]:
 
 
 @torch.no_grad()
-def mean_ce(model: nn.Module, batches: Iterable, context=None) -> float:
+def mean_ce(model: nn.Module, batches: Iterable, context=None, **ablation) -> float:
     """Mean cross-entropy in nats per token over batches of (inputs, targets), every token weighing the same.
 
     The one validation loss of training, evaluation and verification. Leaves no trace: no dropout, no random
-    numbers, no load counted. context: the autocast to run in.
+    numbers, no load counted. context: the autocast to run in; ablation: as in Router.forward.
     """
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     total, n = torch.zeros((), dtype=torch.float64, device=device), 0
     for inputs, targets in batches:
         with context or nullcontext():
-            total += model(inputs.to(device), targets.to(device))["ce"].double() * targets.numel()
+            total += model(inputs.to(device), targets.to(device), **ablation)["ce"].double() * targets.numel()
         n += targets.numel()
     model.train(was_training)
     return (total / n).item()

@@ -119,6 +119,19 @@ def decode(tok: Tokenizer, ids: list[int]) -> str:
     return tok.decode(ids, skip_special_tokens=False)
 
 
+def token_bytes(tok: Tokenizer) -> list[bytes]:
+    """Return the bytes each id stands for: of learned tokens their text's, of control tokens none.
+
+    The trained file spells bytes as printable characters: those that print stand for themselves, the others
+    follow from U+0100 on in their order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(BYTES) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+    tokens = [tok.id_to_token(i) for i in range(tok.get_vocab_size())]
+    return [b"" if t in CONTROL else t.encode() if t in STRUCTURE else bytes(byte_of[c] for c in t) for t in tokens]
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Gates
 # ----------------------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 import config
 from config import UserError
-from model import (PEAK, Cipher, architecture, autocast, choose_branch, count_parameters, flops_per_token, list_checkpoints,
-                   mean_ce, parameter_groups, pick_device, read_checkpoint)
-from prepare import TokenStream
+from model import (PEAK, Cipher, architecture, autocast, choose_branch, count_parameters, flops_per_token, head_loss,
+                   list_checkpoints, mean_ce, parameter_groups, pick_device, read_checkpoint)
+from prepare import TokenStream, read_manifest
 from tokenizer import load_tokenizer
 
 # where
@@ -75,6 +75,9 @@ eval_tokens = 500_000    # of the validation split, always the same windows
 log_interval = 10        # steps
 checkpoint_minutes = 30.0
 keep_checkpoints: int | None = None   # None = all; else the newest so many, and the best
+# speed
+compile = False          # torch.compile the blocks: pays on an A100 or H100, takes a minute or two at start
+benchmark = False        # True: time a few steps part by part on this machine, write nothing, stop
 
 BEST_SAVE_SECONDS = 300      # a new best is saved at most this often
 SKIPS_IN_A_ROW = 10          # non-finite gradients before the run stops
@@ -122,15 +125,108 @@ def check_device(place: torch.device, number: torch.dtype, said: str, flops: flo
     if number == torch.bfloat16 and place.type == "cuda":
         return
     hours = estimate_hours(place, flops)
-    if max_hours is not None:
-        hours = min(hours, max_hours)
     better = "python train.py config/local_cpu.py trains a first model here in minutes"
     if require_bf16:
         raise UserError(f"this configuration needs a GPU with BF16 (A100, H100): {said}; {max_tokens:,} tokens would take about "
                         f"{hours:,.0f} hours here - {better}; --require_bf16=False --max_tokens=N tries this one all the same")
-    if hours > HOPELESS_HOURS:
+    if hours > HOPELESS_HOURS and max_hours is None:
         raise UserError(f"{max_tokens:,} tokens of this model would take about {hours:,.0f} hours here ({said}) - {better}; "
                         f"--max_hours=N or a smaller --max_tokens goes on all the same")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Speed
+# ----------------------------------------------------------------------------------------------------------
+
+def total_loss(result: dict) -> torch.Tensor:
+    """What is minimised; every term is a mean over tokens, so accumulation and world size do not change its scale."""
+    return result["ce"] + z_loss_weight * result["z"] + ortho_weight * result["ortho"]
+
+
+def micro_step(model: Cipher, inputs, targets, place: torch.device, number: torch.dtype) -> None:
+    """Forward and backward as in the loop below, for timing and trying."""
+    with autocast(place, number):
+        result = model(inputs, targets)
+    (total_loss(result) / grad_accum).backward()
+
+
+def try_compile(model: Cipher, place: torch.device, number: torch.dtype) -> str:
+    """Compile the blocks in place and try them forward and backward; on any failure go back to eager. Returns what to say.
+
+    Without F.grouped_mm the experts' shapes follow the routing, so that only attention is compiled. Changes no
+    weight and leaves no gradient; random numbers are drawn (seed afterwards).
+    """
+    grouped = all(block.moe.experts is None or block.moe.experts.branch == "grouped" for block in model.blocks)
+    parts = [block if grouped else block.attention for block in model.blocks]
+    started = time.monotonic()
+    try:
+        for part in parts:
+            part.compile(dynamic=False)
+        idx = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=place)
+        micro_step(model, idx, idx, place, number)
+        said = f"compiled {'the blocks' if grouped else 'attention'} in {time.monotonic() - started:.0f} s"
+    except Exception as error:                      # a missing compiler shows in many ways, and none is worth ending a run
+        for part in parts:
+            part._compiled_call_impl = None
+        said = f"compile failed, going on in eager mode ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})"
+    model.zero_grad(set_to_none=True)
+    return said
+
+
+def print_benchmark(model: Cipher, optimizer, place: torch.device, number: torch.dtype, flops: float, peak: float | None) -> None:
+    """Time a step and its parts on this device, on random tokens, and print what the run would take."""
+    def seconds(work) -> float:
+        """Median of 5 runs after 2 to warm up; of one where a run takes longer than 10 s."""
+        times = []
+        for i in range(7):
+            began = time.perf_counter()
+            work()
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+            times.append(time.perf_counter() - began)
+            if times[-1] > 10:
+                return times[-1]
+        return sorted(times[2:])[2]
+
+    idx = torch.randint(vocab_size, (batch_size, seq_len + 1), device=place)
+    inputs, targets = idx[:, :-1].contiguous(), idx[:, 1:].contiguous()
+    x = torch.randn(batch_size, seq_len, d_model, device=place, requires_grad=True)
+    flat, block, weight = x.flatten(0, 1).detach().requires_grad_(), model.blocks[0], model.embedding.weight if tie_embeddings else model.head.weight
+
+    def backward(forward):
+        def work():
+            with autocast(place, number):
+                y = forward()
+            y.backward(torch.ones_like(y))
+        return work
+
+    whole = seconds(lambda: micro_step(model, inputs, targets, place, number))
+    parts = {"attention": n_layers * seconds(backward(lambda: block.attention(block.norm1(x), model.rope)))}
+    if n_routed:
+        parts["router"] = n_layers * seconds(backward(lambda: block.moe.router(flat)[1].sum() + block.moe.router(flat)[3])) / 2
+    parts["experts"] = n_layers * seconds(backward(lambda: block.moe(flat)[0])) - parts.get("router", 0)
+    parts["head and loss"] = seconds(backward(lambda: head_loss(flat, weight, targets.flatten())))
+    parts = {name: grad_accum * s for name, s in parts.items()}
+    parts["optimizer"] = seconds(optimizer.step)
+    step = grad_accum * whole + parts["optimizer"]
+    parts["embedding, norms, residuals, the rest"] = step - sum(parts.values())
+    print(f"\n  {'part':<40} {'ms a step':>10} {'share':>7}" + ("   (parts are timed uncompiled, the step compiled)" if compile else ""))
+    for name, s in parts.items():
+        print(f"  {name:<40} {1000 * s:>10.1f} {s / step:>7.1%}")
+    rate = batch_size * grad_accum * seq_len / step
+    print(f"  {'step':<40} {1000 * step:>10.1f}")
+    print(f"{rate:,.0f} tokens/s, {rate * flops / 1e12:.3g} TFLOP/s of active parameters" + (
+        f", MFU {rate * flops / peak:.1%}" if peak else " (no MFU: the peak of this device is not known)"))
+    if place.type == "cuda":
+        print(f"peak memory {torch.cuda.max_memory_allocated(place) / 2 ** 30:.1f} of {torch.cuda.get_device_properties(place).total_memory / 2 ** 30:.0f} GiB")
+    print(f"max_tokens={max_tokens:,} would take {max_tokens / rate / 3600:.2f} hours" + (
+        f"; max_hours={max_hours:g} buys {rate * max_hours * 3600:,.0f} tokens" if max_hours else ""))
+    try:
+        n = read_manifest(data_dir)["splits"]["train"]["tokens"]
+        print(f"that is {max_tokens / n:.1f} passes over the {n:,} tokens in {data_dir}" + (
+            f"; the hours would be {rate * max_hours * 3600 / n:.1f}" if max_hours else ""))
+    except UserError:
+        print(f"no prepared data in {data_dir}: passes are not known")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -216,18 +312,35 @@ class Interrupted(Exception):
     """A stop was asked for during an evaluation."""
 
 
+def build(cfg, place: torch.device, number: torch.dtype):
+    """Return (model, optimizer, how it runs, in words). FP32 weights, whatever the arithmetic."""
+    torch.set_float32_matmul_precision("high")
+    model = Cipher(cfg).to(place)
+    how = choose_branch(model, place, number)
+    if compile:
+        how += "; " + try_compile(model, place, number)
+    torch.manual_seed(seed)
+    model.init_weights()
+    return model, torch.optim.AdamW(parameter_groups(model, weight_decay), lr=lr, betas=(0.9, 0.95), fused=True), how
+
+
 def main():
     settings = config.override(globals())
     check_settings()
     cfg = architecture(settings)
     out = Path(out_dir)
+    place, number, said = pick_device(device, dtype)
+    flops = flops_per_token(cfg)
+    peak = next((flop for card, flop in PEAK.items() if place.type == "cuda" and card in torch.cuda.get_device_name(place)), None)
+    if benchmark:
+        model, optimizer, how = build(cfg, place, number)
+        print(f"{said}; {how}")
+        return print_benchmark(model, optimizer, place, number, flops, peak)
     if (out / "done.json").exists():
         before_cooldown = json.loads((out / "done.json").read_text(encoding="utf-8")).get("before_cooldown")
         print(f"{out}: this run is finished. Next: python sample.py --out_dir={out}" + (
             f". To train longer, copy {before_cooldown} and its .sha256 into a new folder and set --out_dir and --max_tokens" if before_cooldown else ""))
         return
-    place, number, said = pick_device(device, dtype)
-    flops = flops_per_token(cfg)
     check_device(place, number, said, flops)
     if list_checkpoints(out) and not resume:
         raise UserError(f"{out}: holds a run already - leave out --resume=False to continue it, or choose another --out_dir")
@@ -246,12 +359,7 @@ def main():
     load_tokenizer(Path(data_dir) / "tokenizer.json", manifest["tokenizer_sha256"])
     hashes = dict(tokenizer_sha256=manifest["tokenizer_sha256"], manifest_sha256=config.sha256_file(Path(data_dir) / "manifest.json"))
 
-    # model and optimizer; FP32 weights, whatever the arithmetic
-    torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")
-    model = Cipher(cfg).to(place)
-    branch = choose_branch(model, place, number)
-    optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay), lr=lr, betas=(0.9, 0.95), fused=True)
+    model, optimizer, how = build(cfg, place, number)
 
     # state, all of it in the checkpoint
     state = dict(step=0, tokens=0, hours=0.0, progress=0.0, last_eval=-1, val_ce=None, best_val_ce=None, before_cooldown=None)
@@ -280,9 +388,8 @@ def main():
     tokens_per_step = batch_size * grad_accum * seq_len
     planned_steps = math.ceil(max_tokens / tokens_per_step)
     parts = count_parameters(cfg)
-    peak = next((flop for card, flop in PEAK.items() if place.type == "cuda" and card in torch.cuda.get_device_name(place)), None)
     n_val = min(val.n_windows, eval_tokens // seq_len)
-    print(f"{said}; {branch}")
+    print(f"{said}; {how}")
     print(f"model: {parts['total'] / 1e6:.1f}M parameters, {parts['active'] / 1e6:.1f}M active; {flops / 1e6:,.1f} MFLOP per token")
     print(f"step: {batch_size} sequences x {grad_accum} micro-steps x {seq_len} tokens = {tokens_per_step:,} tokens; "
           f"{max_tokens:,} tokens are {planned_steps:,} steps, {passes:.2f} passes over the data"
@@ -388,8 +495,7 @@ def main():
             inputs, targets = (t.to(place) for t in train.batch(window + micro * batch_size, batch_size))
             with autocast(place, number):
                 result = model(inputs, targets)
-            loss = result["ce"] + z_loss_weight * result["z"] + ortho_weight * result["ortho"]
-            (loss / grad_accum).backward()
+            (total_loss(result) / grad_accum).backward()
             sums += torch.stack([result[name].detach() for name in ("ce", "z", "ortho", "overlap")]) / grad_accum
             load = load + result["load"]
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip, foreach=True).item()   # the step's one host read

@@ -1,0 +1,1449 @@
+"""What the scripts promise, on the CPU with a tiny model; a section per script, in the order a user meets them.
+
+    python -m pytest -m "not slow"        about a minute on two cores
+    python -m pytest                      all of it
+
+A script runs in this process, as if started with its arguments (`call`), or as a real process (`start`) where it has to
+be killed. Faults come from outside: signals, edited files, wrapped torch functions. Expected values are computed in
+another way than the product does: loops over tokens and experts, hashlib, full logits, full recomputation.
+"""
+import contextlib
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"     # equal sums here and in the processes started from here, and kind to a busy machine
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import config
+import model as model_py
+import prepare
+import tokenizer
+import train
+from config import UserError
+from model import Cipher, ModelConfig, P, mean_ce
+from prepare import TokenStream
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).resolve().parent
+SCRIPTS = [ROOT / name for name in config.SCRIPTS if (ROOT / name).is_file()]
+CONFIGS = sorted(p for p in (ROOT / "config").glob("*.py") if p.name != "__init__.py")
+TINY = dict(vocab_size=512, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, n_routed=4, n_shared=1, top_k=2,
+            expert_d_ff=16, seq_len=32, dropout=0.1, tie_embeddings=False, checkpoint_moe=True)
+STEPS, STEP_TOKENS = 20, 128            # of the tiny run: 2 sequences x 2 micro-steps x 32 tokens
+RUN = dict(max_tokens=STEPS * STEP_TOKENS, batch_size=2, grad_accum=2, lr=1e-3, warmup_steps=3, eval_interval=5, eval_tokens=256,
+           log_interval=1, device="cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Fixtures: one small real corpus, one prepared folder, one finished tiny run
+# ----------------------------------------------------------------------------------------------------------
+
+def call(module, *argv):
+    """Run a script's main here, as if started with argv; returns (exit code, all it printed). A traceback fails the test."""
+    handlers = {which: signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)}
+    before, text, code = sys.argv, io.StringIO(), 0
+    sys.argv = [module.__file__, *map(str, argv)]
+    try:
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            config.run(module.main)
+    except SystemExit as error:
+        code = error.code
+    finally:
+        sys.argv = before
+        for which, handler in handlers.items():
+            signal.signal(which, handler)
+    return code, text.getvalue()
+
+
+def start(script, *argv, inject="", folder=None, **env):
+    """Start a script as a user does. inject: Python that runs before it (a sitecustomize.py), to place a fault inside."""
+    if inject:
+        (folder / "sitecustomize.py").write_text(inject, encoding="utf-8")
+        env["PYTHONPATH"] = str(folder)
+    return subprocess.Popen([sys.executable, str(ROOT / script), *map(str, argv)], cwd=folder, env=os.environ | env, text=True,
+                            encoding="utf-8", errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(process):
+    """Wait for a started process; returns (exit code, all it printed)."""
+    text, _ = process.communicate(timeout=120)
+    assert "Traceback" not in text, text
+    return process.returncode, text
+
+
+def write_files(folder, files):
+    """Write {name: text or bytes} below folder."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A few dozen modules of the running Python, two packages among them."""
+    folder, stdlib = tmp_path_factory.mktemp("corpus") / "code", Path(sysconfig.get_path("stdlib"))
+    names = [p for p in sorted(stdlib.glob("[a-d]*.py")) if p.stat().st_size < 30_000]
+    names += [p for package in ("json", "html", "wsgiref") for p in sorted((stdlib / package).glob("*.py"))]
+    write_files(folder, {str(p.relative_to(stdlib)): p.read_bytes() for p in names})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(corpus):
+    """The corpus prepared with 512 tokens, in several shards."""
+    folder = corpus.parent / "data"
+    code, text = call(prepare, f"--sources={corpus}", f"--data_dir={folder}", "--vocab_size=512", "--shard_tokens=30000")
+    assert code == 0, text
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tok(data):
+    return tokenizer.load_tokenizer(data / "tokenizer.json")
+
+
+@pytest.fixture(scope="session")
+def tiny(data):
+    """The config file of the tiny run."""
+    path = data.parent / "tiny.py"
+    settings = TINY | RUN | dict(data_dir=str(data))
+    path.write_text("".join(f"{name} = {value!r}\n" for name, value in settings.items()), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def reference(tiny):
+    """The folder of the uninterrupted tiny run, to compare with; read only."""
+    out = tiny.parent / "reference"
+    code, text = call(train, tiny, f"--out_dir={out}")
+    assert code == 0, text
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------
+# config
+# ----------------------------------------------------------------------------------------------------------
+
+def override(*argv, script="train.py"):
+    return config.override({"__file__": str(ROOT / script)}, [str(a) for a in argv])
+
+
+def refusal(*argv, script="train.py"):
+    with pytest.raises(UserError) as error:
+        override(*argv, script=script)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("option, value", [
+    ("lr=1e-5", 1e-5), ("lr=1E-3", 1e-3), ("lr=.5", 0.5), ("lr=1", 1.0), ("max_tokens=1e8", 100_000_000), ("max_tokens=1_000", 1000),
+    ("max_hours=None", None), ("max_hours=7", 7.0), ("resume=False", False), ("resume=false", False), ("data_dir=a=b", "a=b"),
+    ("data_dir=", "")])
+def test_option_becomes_a_value_of_the_settings_type(option, value):
+    got = override(f"--{option}")[option.split("=")[0]]
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize("option", ["batch_size=True", "batch_size=1.5", "batch_size=", "batch_size=None", "batch_size=1e999", "resume=flase",
+                                    "resume=1", "resume=no", "resume=None", "lr=fast", "lr=True", "lr=nan", "lr=inf", "max_hours=soon"])
+def test_option_of_a_wrong_type_is_refused(option):
+    text = refusal(f"--{option}")
+    assert text.startswith(f"--{option}: {option.split('=')[0]} must be ") and len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("line", ["batch_size = True", "batch_size = 1.5", "batch_size = '4'", "resume = 1", "resume = 'False'", "lr = True",
+                                  "lr = '1e-3'", "lr = float('nan')", "max_hours = '7'", "data_dir = None", "dropout = [0.1]"])
+def test_config_file_value_of_a_wrong_type_is_refused(tmp_path, line):
+    file = tmp_path / "run.py"
+    file.write_text(line)
+    assert f"{line.split()[0]} must be" in refusal(file)
+
+
+def test_config_file_is_plain_python_and_options_win(tmp_path):
+    file = tmp_path / "run.py"
+    file.write_text("import math\n_side = 4\ndef _double(x): return 2 * x\ndef shout(x): return x\n"
+                    "d_model = _double(_side) * 8\nexpert_d_ff = d_model // 2\nlr = 1\nmax_tokens = 2e6\nseq_len = 64\ntemperature = 0.5\n")
+    got = override("--seq_len=128", file)                          # an option before the file wins too
+    assert (got["d_model"], got["expert_d_ff"], got["lr"], got["max_tokens"], got["seq_len"]) == (64, 32, 1.0, 2_000_000, 128)
+    assert type(got["lr"]) is float and type(got["max_tokens"]) is int
+    assert "temperature" not in got                                 # sample.py's: passed over in a file
+
+
+def test_misspelt_names_are_refused_with_the_nearest_one(tmp_path):
+    file = tmp_path / "run.py"
+    file.write_text("n_route = 8\nprint = None\n")
+    text = refusal(file, "--lerning_rate=1", "--btach_size=3")
+    assert f'{file}: unknown setting "n_route" - did you mean "n_routed"?' in text
+    assert '--btach_size=3: unknown setting "btach_size" - did you mean "batch_size"?' in text
+    assert 'unknown setting "print"' in text and "lerning_rate" in text and len(text.splitlines()) == 4
+
+
+def test_option_of_another_script_names_that_script():
+    assert "min_chars is a setting of prepare.py, not of train.py" in refusal("--min_chars=3")
+
+
+def test_stray_arguments_are_refused_with_a_hint(tmp_path):
+    (tmp_path / "one.py").write_text("lr = 1e-3\n")
+    text = refusal(tmp_path / "one.py", "config/local_cpu.py", "--resume", "-lr")
+    assert "config/local_cpu.py: a second config file" in text and "write --resume=value" in text and "write --lr=value" in text
+    assert 'did you mean "config/local_cpu.py"?' in refusal("config/localcpu.py")
+
+
+@pytest.mark.parametrize("source, where", [("lr = 1\nlr = = 2\n", "line 2: SyntaxError"), ("lr = 1\n\nd_model = lr / 0\n", "line 3: ZeroDivisionError")])
+def test_config_file_that_fails_is_named_with_its_line(tmp_path, source, where):
+    (tmp_path / "run.py").write_text(source)
+    assert where in refusal(tmp_path / "run.py")
+
+
+def test_all_mistakes_are_listed_at_once_with_exit_code_2(tmp_path):
+    """Through the real entry point; tokenizer.py starts fastest."""
+    code, text = finish(start("tokenizer.py", "--txt=x", "--data_dri=y", "--lr=1", "nofile.py", folder=tmp_path))
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(errors) == 4 == len(text.splitlines()) and 'did you mean "data_dir"' in text
+
+
+def test_shared_settings_have_one_default():
+    known = {}
+    for script in SCRIPTS:
+        for name, setting in config.settings_of(script).items():
+            known.setdefault(name, {})[script.name] = setting
+    differing = {name: scripts for name, scripts in known.items() if len({repr(s) for s in scripts.values()}) > 1}
+    assert not differing and sum(len(scripts) > 1 for scripts in known.values()) > 15
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_file_serves_every_script(file):
+    for script in SCRIPTS:
+        effective = override(file, script=script.name)
+        if "top_k" in effective:
+            model_py.architecture(effective)                        # and is a possible model
+
+
+# ----------------------------------------------------------------------------------------------------------
+# tokenizer
+# ----------------------------------------------------------------------------------------------------------
+
+EDGE = ["", "a", "a\r\nb\rc\n", "nul\0nul", "\ufeffmark", "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea", "e\u0301 o\u0308\u0323 \u0e01\u0e33",
+        "line\u2028para\u2029nel\x85", "\t \t  mixed \t", "漢字 עברית हिन्दी", "\x01\x7f\ue000\uffff\U0010ffff", "x" * 100_000, "1234567890",
+        " lead", "trail ", "\n\n\n", "Ġnot a blank Ċ", "don't ...!!?\n\n  x"]
+
+
+def random_text(rng):
+    """Up to 40 characters from every plane; surrogates are no characters."""
+    points = (rng.choice((rng.randrange(0x80), rng.randrange(0x800), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000))) for _ in range(rng.randrange(40)))
+    return "".join(map(chr, points))
+
+
+def test_every_string_comes_back_exactly(tok):
+    rng = random.Random(1)
+    blanks = ["a" + blank * n + "b" for blank in (" ", "\t", "\n", " \n") for n in range(1, 201)]
+    texts = [*EDGE, *blanks, *(random_text(rng) for _ in range(2000)), *("".join(rng.choices(" \t\n\rab1.", k=30)) for _ in range(500))]
+    bytes_of = tokenizer.token_bytes(tok)
+    for text in texts:
+        ids = tokenizer.encode(tok, text)
+        assert tokenizer.decode(tok, ids) == text and b"".join(bytes_of[i] for i in ids) == text.encode("utf-8"), repr(text[:80])
+
+
+def test_control_tokens_never_come_from_text(tok):
+    for name in (*tokenizer.CONTROL, "<s<s>>", "<<pad>>", "<s></s>", " <unk> ", "\n</s>\n"):
+        text = f"a{name}b {name}{name}"
+        ids = tokenizer.encode(tok, text)
+        assert min(ids) >= len(tokenizer.CONTROL) and tokenizer.decode(tok, ids) == text
+        assert [e.ids for e in tok.encode_batch_fast([text], add_special_tokens=False)] == [ids]    # the way prepare.py encodes
+
+
+def test_fixed_tokens_have_the_ids_of_their_order_and_tags_are_recognised(tok):
+    names = ("<unk> <s> </s> <pad> <mask> <fim_prefix> <fim_suffix> <fim_middle> <sep> <persona> <task> <guidelines> <check> "
+             "<mind_spock> <mind_sheldon> <code> <execute> <observe> <deliver>").split()
+    assert [tok.token_to_id(name) for name in names] == list(range(19))
+    assert tokenizer.encode(tok, "<task><code>x = 1<deliver>")[::5][:1] == [10] and tokenizer.encode(tok, "".join(names[10:])) == list(range(10, 19))
+    assert tokenizer.decode(tok, [1, 10, 2]) == "<s><task></s>"
+
+
+def test_lone_surrogates_are_replaced(tok):
+    assert tokenizer.decode(tok, tokenizer.encode(tok, "x\ud800y\udfff")) == "x\ufffdy\ufffd"
+
+
+def test_unknown_ids_are_refused(tok):
+    for ids in ([512], [-1], [20, 70_000]):
+        with pytest.raises(ValueError):
+            tokenizer.decode(tok, ids)
+
+
+def test_digits_stand_alone_and_indentation_is_cheap(tok):
+    assert len(tokenizer.encode(tok, "9" * 50)) == 50
+    assert len(tokenizer.encode(tok, "x\n" + " " * 8 + "return")) <= 5
+
+
+@pytest.mark.parametrize("text", ["the cat sat on the mat and the cat sat on the mat", "To be, or not to be: that is the question. " * 3
+                                  + "Whether 'tis nobler in the mind to suffer the slings and arrows of outrageous fortune, or to take arms"])
+def test_too_small_corpus_says_what_was_found_and_what_would_do(tmp_path, text):
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(UserError) as error:
+        tokenizer.train_tokenizer([text], 4096, path)
+    merges, serves = (int(str(error.value).split(cut)[0].split()[-1].split("=")[-1]) for cut in (" merges were found", " would do"))
+    assert not path.exists()
+    assert tokenizer.train_tokenizer([text], 19 + 256 + merges, path).get_vocab_size() == 275 + merges
+    assert tokenizer.train_tokenizer([text], serves, path).get_vocab_size() == serves
+    with pytest.raises(UserError):
+        tokenizer.train_tokenizer([text], 276 + merges, path)
+
+
+def test_vocabularies_beyond_uint16_are_refused():
+    for good in (512, 65_535, 65_536):
+        tokenizer.check_vocab_size(good)
+    for bad in (65_537, 70_000, 275, 0):
+        with pytest.raises(UserError, match=str(bad)):
+            tokenizer.check_vocab_size(bad)
+
+
+def test_training_is_repeatable_and_tokens_stay_short(tmp_path):
+    rng = random.Random(2)
+    texts = ["a" * 9000, "-" * 1000, " " * 1000, "".join(rng.choices("abcdefgh", k=5000)), "some words and more words\n" * 50]
+    for name in ("one.json", "two.json"):
+        tok = tokenizer.train_tokenizer(texts, 600, tmp_path / name)
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+    longest = max(len(tok.id_to_token(i)) for i in range(19, 600))   # byte-level: a character stands for a byte
+    assert 8 <= longest <= 16
+
+
+def test_a_foreign_tokenizer_is_refused(tmp_path, data):
+    path, content = tmp_path / "tokenizer.json", (data / "tokenizer.json").read_bytes()
+    path.write_bytes(content)
+    tokenizer.load_tokenizer(path, hashlib.sha256(content).hexdigest())
+    foreign = json.loads(content)
+    foreign["model"]["merges"][0], foreign["model"]["merges"][1] = foreign["model"]["merges"][1], foreign["model"]["merges"][0]
+    for other in (json.dumps(foreign).encode(), content[:500], b"", content.replace(b'"<s>"', b'"<S>"')):
+        path.write_bytes(other)
+        with pytest.raises(UserError, match="tokenizer.json"):
+            tokenizer.load_tokenizer(path, hashlib.sha256(content).hexdigest())
+    with pytest.raises(UserError):
+        tokenizer.load_tokenizer(path)                              # no hash to compare, but <s> is not at its id
+
+
+# ----------------------------------------------------------------------------------------------------------
+# prepare: curation and shards
+# ----------------------------------------------------------------------------------------------------------
+
+PROSE = "The quick brown fox number {} jumps over the lazy dog while seven wizards quietly box and vex a jumpy quartz figure.\n"
+
+
+def prose(n, lines=3):
+    return "".join(PROSE.format(f"{n}-{i}") for i in range(lines))
+
+
+def odd_corpus(folder, backwards=False):
+    """Write files of every odd kind; returns (texts to keep, reasons of those to drop)."""
+    noise = random.Random(3).randbytes(4000)
+    kept = {"plain.txt": prose(0), "with blanks \u00fc \u6f22 \U0001f600.txt": prose(1), "crlf.txt": prose(2).replace("\n", "\r\n"), "caf\udce9.txt": prose(3),
+            "control.md": "<s> </s> <pad> and a <task> tag spelt out " + prose(4), "many/edge.txt": prose(5) + "".join(t for t in EDGE if len(t) < 99 and t.isprintable())}
+    gzipped = {"good.txt.gz": prose(6), "repo/rows.jsonl.gz": json.dumps({"text": prose(7), "repo": "r"}) + "\n"}
+    rows = [json.dumps({"text": prose(8)}), "not json", json.dumps({"other": 1}), json.dumps({"text": 5}), "[1]", "", "   ", '{"text": "half',
+            json.dumps({"text": "lone \ud800 " + prose(9)}), json.dumps({"text": prose(8).replace("\n", "\r\n")}), json.dumps({"text": "short"})]
+    dropped = {"empty.txt": (b"", "empty"), "blanks.txt": (b" \n\t\r\n  ", "empty"), "short.txt": (b"hello", "too short"),
+               "picture.png": (b"\x89PNG\r\n\x1a\n" + noise, "not UTF-8"), "latin.txt": (("caf\xe9 " * 50).encode("latin-1"), "not UTF-8"),
+               "utf16.txt": (prose(10).encode("utf-16"), "not UTF-8"), "nul.txt": ((prose(11) + "\0").encode(), "binary"),
+               "controls.txt": (b"\x01\x02 text " * 50, "binary"), "bundle.min.js": (b"var a=1;f(a);" * 3000, "minified"), "word.txt": (b"w" * 200_000, "minified"),
+               "copy.txt": (prose(0).encode(), "duplicate"), "zz/copy.md": (prose(0).replace("\n", "\r\n").replace(" ", "  ").encode(), "duplicate"),
+               "cut.txt.gz": (gzip.compress(noise)[:2000], "damaged archive"), "fake.txt.gz": (prose(12).encode(), "damaged archive"),
+               "junk.txt.gz": (gzip.compress(prose(13).encode()) + b"trailing junk", "damaged archive"), "none.txt.gz": (b"", "empty")}
+    files = {**kept, **{name: gzip.compress(text.encode(), mtime=0) for name, text in gzipped.items()}, "rows.jsonl": "\n".join(rows),
+             **{name: content for name, (content, _) in dropped.items()}, "bom.txt": b"\xef\xbb\xbf" + prose(14).encode()}
+    files |= {".hidden": prose(15), "__pycache__/x.txt": prose(16)}
+    files = {os.fsdecode(os.fsencode(name)): content for name, content in files.items()}
+    write_files(folder, dict(sorted(files.items(), reverse=backwards)))
+    os.symlink(".", folder / "loop")
+    os.mkfifo(folder / "pipe")                                      # reading it would hang
+    os.symlink("gone", folder / "dangling")
+    texts = [*kept.values(), prose(6), prose(7), prose(8), "lone \ufffd " + prose(9), prose(14)]   # prose(0) stays as copy.txt, first by name
+    reasons = [reason for _, reason in dropped.values()] + 5 * ["bad jsonl line"] + ["duplicate", "too short", "unreadable", "unreadable"]
+    return texts, reasons
+
+
+def split_tokens(folder, split):
+    """The joined tokens of a split, read without TokenStream."""
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return np.concatenate([torch.load(folder / s["file"], weights_only=True).numpy() for s in manifest["splits"][split]["shards"]]).astype(np.int64)
+
+
+def documents(folder, split):
+    """The texts of a split, decoded from its shards."""
+    tok, tokens = tokenizer.load_tokenizer(folder / "tokenizer.json"), split_tokens(folder, split)
+    starts, ends = np.flatnonzero(tokens == 1), np.flatnonzero(tokens == 2)
+    assert len(starts) == len(ends) and starts[0] == 0 and ends[-1] == len(tokens) - 1 and (starts[1:] == ends[:-1] + 1).all()
+    return [tokenizer.decode(tok, tokens[a + 1:b].tolist()) for a, b in zip(starts, ends)]
+
+
+@pytest.fixture(scope="session")
+def odd(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("odd")
+    texts, reasons = odd_corpus(folder / "odd")
+    code, text = call(prepare, f"--sources={folder / 'odd'}", f"--data_dir={folder / 'data'}", "--vocab_size=320", "--shard_tokens=1000")
+    assert code == 0, text
+    return folder, texts, reasons, text
+
+
+def test_odd_files_are_dropped_for_the_right_reason(odd):
+    folder, texts, reasons, text = odd
+    manifest = json.loads((folder / "data/manifest.json").read_text(encoding="utf-8"))
+    assert manifest["dropped"] == {reason: reasons.count(reason) for reason in sorted(set(reasons))}
+    assert sum(split["documents"] for split in manifest["splits"].values()) == len(texts)
+    for name in ("cut.txt.gz", "fake.txt.gz", "junk.txt.gz"):
+        assert name in text
+
+
+def test_decoded_shards_are_the_documents_exactly(odd):
+    folder, texts, _, _ = odd
+    train_texts, val_texts = documents(folder / "data", "train"), documents(folder / "data", "val")
+    assert sorted(train_texts + val_texts) == sorted(texts) and train_texts and val_texts
+
+
+def test_manifest_tells_the_truth_about_the_shards(odd, data):
+    for folder in (odd[0] / "data", data):
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        assert hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest() == manifest["tokenizer_sha256"]
+        for split, account in manifest["splits"].items():
+            texts = documents(folder, split)
+            assert (len(texts), sum(len(t.encode()) for t in texts)) == (account["documents"], account["text_bytes"])
+            assert len(split_tokens(folder, split)) == account["tokens"] == sum(s["tokens"] for s in account["shards"])
+            for shard in account["shards"]:
+                path = folder / shard["file"]
+                assert hashlib.sha256(path.read_bytes()).hexdigest() == shard["sha256"]
+                assert path.stat().st_size < 2 * shard["tokens"] + 10_000       # a slice would save its whole buffer
+
+
+def test_same_input_gives_the_same_bytes(odd, tmp_path):
+    """Files created in another order, another hash seed, another locale, a real process, relative paths."""
+    odd_corpus(tmp_path / "odd", backwards=True)
+    code, text = finish(start("prepare.py", "--sources=odd", "--data_dir=data", "--vocab_size=320", "--shard_tokens=1000", folder=tmp_path,
+                              PYTHONHASHSEED="7", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"))
+    assert code == 0, text
+    one, two = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in (odd[0] / "data", tmp_path / "data"))
+    assert one.keys() == two.keys() and len([name for name in one if name.endswith(".pt")]) > 2
+    assert [name for name in one if one[name] != two[name]] in ([], ["manifest.json"])      # it names the paths given
+    assert json.loads(one["manifest.json"])["corpus_sha256"] == json.loads(two["manifest.json"])["corpus_sha256"]
+
+
+def test_a_link_to_itself_does_not_stop_the_run(tmp_path):
+    write_files(tmp_path / "in", {f"{n}.txt": prose(n) for n in range(5)})
+    os.symlink("self", tmp_path / "in" / "self")
+    code, text = call(prepare, f"--sources={tmp_path / 'in'}", f"--data_dir={tmp_path / 'data'}", "--vocab_size=300")
+    assert code == 0, text
+
+
+def test_a_project_is_on_one_side_of_the_split(tmp_path):
+    files = {f"project{p}/{d}.txt": f"project{p} " + prose(f"{p}.{d}", 8) for p in range(12) for d in range(3)}
+    files["rows.jsonl"] = "\n".join(json.dumps({"text": f"repo{r} " + prose(f"{r}:{d}", 8), "repo": f"repo{r}"}) for d in range(3) for r in range(12))
+    write_files(tmp_path / "in", files)
+    code, text = call(prepare, f"--sources={tmp_path / 'in'}", f"--data_dir={tmp_path / 'data'}", "--vocab_size=320", "--val_fraction=0.25")
+    assert code == 0, text
+    train_texts, val_texts = documents(tmp_path / "data", "train"), documents(tmp_path / "data", "val")
+    projects = [{t.split()[0] for t in texts} for texts in (train_texts, val_texts)]
+    assert len(projects[0]) + len(projects[1]) == 24 and not projects[0] & projects[1] and not set(train_texts) & set(val_texts)
+    assert 0.12 < len(val_texts) / 72 < 0.27
+    assert any(p.startswith("repo") for p in projects[1]) and any(p.startswith("project") for p in projects[1])
+
+
+def test_interrupted_preparation_leaves_no_manifest_and_keeps_what_was_there(tmp_path, corpus, monkeypatch):
+    write_files(tmp_path / "in", {f"{n}.txt": prose(n) for n in range(9)})
+    argv = [f"--sources={tmp_path / 'in'}", f"--data_dir={tmp_path / 'data'}", "--vocab_size=300", "--shard_tokens=1000", "--val_fraction=0.2"]
+    interrupt = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt())
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.tokenizer, "gates", interrupt)        # the shards are written, the manifest is not
+        assert call(prepare, *argv)[0] == 130
+    assert not (tmp_path / "data/manifest.json").exists()
+    assert call(prepare, *argv)[0] == 0
+    before = {p.name: p.read_bytes() for p in (tmp_path / "data").glob("*.*")}
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.tokenizer, "gates", interrupt)
+        assert call(prepare, *argv, "--min_chars=80", "--overwrite=True")[0] == 130
+    assert {name: (tmp_path / "data" / name).read_bytes() for name in before} == before
+    TokenStream(tmp_path / "data", "train", 32, 0)
+    with monkeypatch.context() as patch:                            # while the new replaces the old: nothing trains on a mixture
+        replace = config.replace
+        patch.setattr(config, "replace", lambda a, b: interrupt() if Path(b) == tmp_path / "data/val_00000.pt" else replace(a, b))
+        assert call(prepare, *argv, "--min_chars=80", "--overwrite=True")[0] == 130
+    with pytest.raises(UserError, match="prepare.py"):
+        TokenStream(tmp_path / "data", "train", 32, 0)
+    assert call(prepare, *argv)[0] == 0
+
+
+def test_finished_data_is_not_overwritten_unasked(tmp_path):
+    write_files(tmp_path / "in", {f"{n}.txt": prose(n, 20) for n in range(5)})
+    argv = [f"--sources={tmp_path / 'in'}", f"--data_dir={tmp_path / 'data'}", "--vocab_size=300"]
+    assert call(prepare, *argv, "--shard_tokens=1000")[0] == 0
+    shards = lambda: {p.name: p.stat().st_mtime_ns for p in (tmp_path / "data").glob("*.pt")}
+    before = shards()
+    code, text = call(prepare, *argv, "--shard_tokens=1000")
+    assert code == 0 and "already prepared" in text and shards() == before
+    code, text = call(prepare, *argv, "--shard_tokens=50000")
+    assert code == 2 and "shard_tokens=1000 there, 50000 now" in text and "--overwrite=True" in text and shards() == before
+    code, text = call(prepare, *argv, "--shard_tokens=50000", "--overwrite=True")
+    assert code == 0 and sorted(shards()) == ["train_00000.pt", "val_00000.pt"]         # the old shards are gone
+    TokenStream(tmp_path / "data", "train", 32, 0)
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--sources=nowhere/at_all"], "nowhere/at_all"), (["--sources=*.nothing"], "*.nothing"), (["--vocab_size=65537"], "65536"), (["--sources="], "sources"),
+    (["--val_fraction=0.9", "--min_chars=-1"], "val_fraction=0.9"), (["--sources=hollow"], "no usable document"), (["--sources=single"], "only one document"),
+    (["--sources=single/a.txt", "--data_dir=file"], "file"), (["--sources=['hollow', 'deep/hollow']"], 'two sources are called "hollow"')])
+def test_hopeless_preparations_end_in_one_line(tmp_path, monkeypatch, argv, says):
+    write_files(tmp_path, {"hollow/empty.txt": "", "single/a.txt": prose(1, 50), "deep/hollow/b.txt": prose(2), "file": "x"})
+    monkeypatch.chdir(tmp_path)
+    code, text = call(prepare, "--vocab_size=320", *argv)
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert code == 2 and says in errors[0] and not list(tmp_path.rglob("manifest.json"))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# prepare: the reader
+# ----------------------------------------------------------------------------------------------------------
+
+def pack(folder, tokens, cuts, base):
+    """Write shards of the given lengths (the last takes the rest) and a manifest by hand, with the tokenizer of base."""
+    folder.mkdir(parents=True)
+    shutil.copy(base / "tokenizer.json", folder)
+    manifest = json.loads((base / "manifest.json").read_text(encoding="utf-8"))
+    for split in ("train", "val"):
+        shards = []
+        for i, part in enumerate(np.split(np.asarray(tokens, np.uint16), np.cumsum(cuts))):
+            torch.save(torch.from_numpy(part.copy()), folder / f"{split}_{i:05d}.pt")
+            shards.append(dict(file=f"{split}_{i:05d}.pt", tokens=len(part), sha256=hashlib.sha256((folder / f"{split}_{i:05d}.pt").read_bytes()).hexdigest()))
+        manifest["splits"][split] |= dict(tokens=len(tokens), shards=shards)
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
+
+
+def test_windows_are_the_joined_shards_each_once_a_pass(data, tmp_path):
+    tokens, L = split_tokens(data, "train")[:5000], 32
+    folder = pack(tmp_path / "data", tokens, [7, 33, 1, 64, 2000], data)      # windows cross edges, one shard holds one token
+    stream, W = TokenStream(folder, "train", L, 5), (5000 - 1) // 32
+    passes = []
+    for number in range(2):
+        inputs, targets = stream.batch(number * W, W)
+        assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (W, L)
+        place = {tokens[w * L:w * L + L + 1].tobytes(): w for w in range(W)}
+        passes.append([place[np.append(x, y[-1]).tobytes()] for x, y in zip(inputs.numpy(), targets.numpy())])
+        assert sorted(passes[-1]) == list(range(W)) and (inputs[:, 1:] == targets[:, :-1]).all()
+    assert passes[0] != passes[1] and passes[0] != sorted(passes[0])
+
+
+def test_order_depends_on_seed_and_pass_alone(data, tmp_path):
+    tokens = split_tokens(data, "train")[:3000]
+    one, two = (TokenStream(pack(tmp_path / name, tokens, cuts, data), "train", 32, 5) for name, cuts in (("a", [1000, 999]), ("b", [50] * 30)))
+    W = one.n_windows
+    straight = torch.cat([one.batch(n, 1)[0] for n in range(3 * W)])
+    assert torch.equal(straight[W - 3:W + 4], two.batch(W - 3, 7)[0])         # from the middle, across passes, other shards
+    assert torch.equal(straight[2 * W + 5:2 * W + 9], two.batch(2 * W + 5, 4)[0]) and torch.equal(straight[:4], two.batch(0, 4)[0])
+    assert not torch.equal(TokenStream(tmp_path / "a", "train", 32, 6).batch(0, W)[0], straight[:W])
+
+
+def test_shortest_split_is_one_window_and_its_target(data, tmp_path):
+    tokens = split_tokens(data, "train")
+    inputs, targets = TokenStream(pack(tmp_path / "a", tokens[:33], [], data), "train", 32, 0).batch(0, 1)
+    assert inputs[0].tolist() == tokens[:32].tolist() and targets[0].tolist() == tokens[1:33].tolist()
+    with pytest.raises(UserError, match=r"32 tokens.* 33"):
+        TokenStream(pack(tmp_path / "b", tokens[:32], [], data), "train", 32, 0)
+
+
+def test_offsets_are_exact_beyond_32_bits(data, tmp_path, monkeypatch):
+    class Huge:                                                      # token i is i, of a shard of more than 2^32
+        def __init__(self, begin, size): self.begin, self.size = begin, size
+        def __len__(self): return self.size
+        def __getitem__(self, part): return torch.arange(self.begin + part.start, self.begin + part.stop)
+    folder, shards = pack(tmp_path / "data", range(100), [50], data), iter([Huge(0, 2 ** 33 + 5), Huge(2 ** 33 + 5, 2 ** 33)])
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: next(shards))
+    stream = TokenStream(folder, "train", 32, 0)
+    monkeypatch.setattr(stream, "window_number", lambda n: n)        # a permutation of 2^29 windows takes minutes
+    assert stream.n_windows == (2 ** 34 + 4) // 32
+    for first in (2 ** 31 // 32, 2 ** 32 // 32 - 1, 2 ** 33 // 32, stream.n_windows - 2):
+        assert stream.batch(first, 2)[1].flatten().tolist() == list(range(first * 32 + 1, first * 32 + 65))
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_shards_are_refused_by_name(data, tmp_path):
+    def swap(folder):
+        (folder / "train_00000.pt").rename(folder / "x")
+        (folder / "train_00001.pt").rename(folder / "train_00000.pt")
+        (folder / "x").rename(folder / "train_00001.pt")
+    faults = {"train_00001.pt": lambda folder: flip_a_byte(folder / "train_00001.pt"), "train_00002.pt": lambda folder: (folder / "train_00002.pt").unlink(),
+              "train_99999.pt": lambda folder: shutil.copy(folder / "train_00000.pt", folder / "train_99999.pt"), "train_00000.pt": swap,
+              "manifest.json": lambda folder: (folder / "manifest.json").write_text("{half")}
+    for i, (name, fault) in enumerate(faults.items()):
+        folder = tmp_path / str(i)
+        shutil.copytree(data, folder)
+        fault(folder)
+        with pytest.raises(UserError, match=name):
+            TokenStream(folder, "train", 32, 0)
+
+
+class Marker:
+    """Unpickled by an unsafe loader, it creates a folder."""
+    def __init__(self, path): self.path = path
+    def __reduce__(self): return os.mkdir, (str(self.path),)
+
+
+def test_a_shard_with_code_inside_is_refused_and_not_run(data, tmp_path):
+    folder = pack(tmp_path / "data", range(20, 120), [50], data)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    torch.save(Marker(tmp_path / "marker"), folder / "train_00001.pt")
+    manifest["splits"]["train"]["shards"][1]["sha256"] = hashlib.sha256((folder / "train_00001.pt").read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="train_00001.pt"):
+        TokenStream(folder, "train", 32, 0)
+    assert not (tmp_path / "marker").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# model: sizes and refusals
+# ----------------------------------------------------------------------------------------------------------
+
+def tiny_config(**changes):
+    return ModelConfig(**TINY | changes)
+
+
+def settings_named(preset):
+    """The settings of a config file, or for "default" of model.py itself."""
+    return override(script="model.py") if preset == "default" else override(ROOT / f"config/{preset}.py", script="model.py")
+
+
+H100 = dict(vocab_size=32768, d_model=512, n_layers=12, n_heads=8, n_kv_heads=2, head_dim=64, n_routed=32, n_shared=2, top_k=4, expert_d_ff=128,
+            seq_len=2048, dropout=0.1, tie_embeddings=False, checkpoint_moe=True)
+PLAN = {     # design.md, section 4: what differs from the H100 model, millions of parameters in total and active
+    "default": ({}, 197.5, 39.2), "cloud_h100": ({}, 197.5, 39.2),
+    "cloud_a100": (dict(d_model=384, n_layers=10, n_heads=6, n_routed=24, expert_d_ff=96), 84.6, 23.3),
+    "cloud_600m": (dict(n_routed=62, top_k=8, expert_d_ff=256), 636.7, 72.6),
+    "local_cpu": (dict(vocab_size=8192, d_model=128, n_layers=4, n_heads=4, head_dim=32, n_routed=8, top_k=2, expert_d_ff=64, seq_len=256), 4.1, 1.6)}
+
+
+@pytest.mark.parametrize("preset", PLAN)
+def test_presets_have_the_planned_sizes(preset):
+    changes, total, active = PLAN[preset]
+    parts = model_py.count_parameters(ModelConfig(**H100 | changes))
+    assert (round(parts["total"] / 1e6, 1), round(parts["active"] / 1e6, 1)) == (total, active)
+    if preset == "local_cpu":
+        assert round(model_py.count_parameters(ModelConfig(**H100 | changes | dict(tie_embeddings=True)))["total"] / 1e6, 1) == 3.0
+    if preset == "default" or (ROOT / f"config/{preset}.py").is_file():
+        shape = {n: v for n, v in (H100 | changes).items() if n not in ("dropout", "tie_embeddings", "checkpoint_moe")}
+        assert {n: settings_named(preset)[n] for n in shape} == shape
+
+
+@pytest.mark.parametrize("changes", [{}, dict(tie_embeddings=True), dict(n_routed=0), dict(n_shared=0, top_k=4)])
+def test_counted_parameters_are_the_real_ones(changes):
+    c = tiny_config(**changes)
+    expert = 3 * c.d_model * c.expert_d_ff
+    attention = c.d_model * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
+    routed, used = (P * c.n_routed * expert, c.top_k * expert) if c.n_routed else (0, 0)
+    rest = attention + P * c.n_routed * c.d_model + c.n_shared * expert
+    words, gains = c.vocab_size * c.d_model, c.n_layers * (2 * c.d_model + 2 * c.head_dim) + c.d_model
+    parts = model_py.count_parameters(c)
+    assert parts["total"] == sum(p.numel() for p in Cipher(c).parameters()) == c.n_layers * (rest + routed) + gains + words * (2 - c.tie_embeddings)
+    assert parts["active"] == c.n_layers * (rest + used) + words
+
+
+def test_impossible_architectures_are_refused_with_both_values():
+    for changes, says in ((dict(top_k=3), "top_k=3"), (dict(top_k=0), "top_k=0"), (dict(top_k=10), "n_routed=4"), (dict(n_heads=5, n_kv_heads=2), "n_kv_heads=2"),
+                          (dict(head_dim=15), "head_dim=15"), (dict(n_routed=0, n_shared=0), "n_shared=0"), (dict(dropout=1.0), "dropout=1.0"),
+                          (dict(d_model=0), "d_model=0"), (dict(n_kv_heads=0), "n_kv_heads=0"), (dict(n_routed=-1), "n_routed=-1")):
+        with pytest.raises(UserError, match=says):
+            tiny_config(**changes)
+    with pytest.raises(UserError) as error:
+        tiny_config(top_k=3, head_dim=15, dropout=-1.0)
+    assert len(str(error.value).splitlines()) == 3
+    tiny_config(n_routed=0, top_k=3)                                # a dense model routes nothing
+
+
+def test_every_parameter_is_in_one_optimizer_group():
+    model = Cipher(tiny_config())
+    decayed, free = model_py.parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
+    assert sorted(map(id, decayed["params"] + free["params"])) == sorted(map(id, model.parameters()))
+    assert {id(p) for p in free["params"]} == {id(p) for name, p in model.named_parameters() if "norm" in name}
+
+
+def test_sizing_report_runs_and_names_contradictions(data, tmp_path):
+    code, text = call(model_py, "--vocab_size=512", f"--data_dir={data}", "--max_tokens=5e7", "--max_hours=8")
+    assert code == 0 and "contradiction" in text and f"{len(split_tokens(data, 'train')):,} training tokens" in text
+
+
+# ----------------------------------------------------------------------------------------------------------
+# model: the twin MoE
+# ----------------------------------------------------------------------------------------------------------
+
+def plain_moe(moe, x, silence=None, renormalise=False):
+    """design.md, section 4, a token, a population and an expert at a time: (y, z, ortho, overlap, load, the chosen)."""
+    E, k, bias = moe.router.weight.size(0) // P, moe.router.k, moe.router.expert_bias
+    swiglu = lambda w13, w2, x: w2 @ (F.silu(w13[:len(w13) // 2] @ x) * (w13[len(w13) // 2:] @ x))
+    ys, z, ortho, overlap, load, who = [], 0, 0, 0, torch.zeros(P, E, dtype=torch.int64), []
+    for token in x:
+        logits = (moe.router.weight @ token).view(P, E)
+        affinity = 1 / (1 + torch.exp(-logits))
+        chosen = [sorted(range(E), key=lambda e: -(affinity[p, e] + bias[p, e]).item())[:k] for p in range(P)]
+        heard = [p for p in range(P) if p != silence or not renormalise]
+        total = sum(affinity[p, e] for p in heard for e in chosen[p]) + 1e-20
+        outputs = []
+        for p in range(P):
+            outputs.append(sum(affinity[p, e] / total * (p != silence) * swiglu(moe.experts.w13[p * E + e], moe.experts.w2[p * E + e], token) for e in chosen[p]))
+            load[p, chosen[p]] += 1
+            z = z + torch.log(torch.exp(logits[p]).sum()) ** 2 / (P * len(x))
+        a, b = outputs
+        eps = 1e-4 * len(a)
+        ortho = ortho + (a @ b) ** 2 / ((a @ a + eps) * (b @ b + eps)) / len(x)
+        overlap = overlap + abs((a @ b).item()) / math.sqrt((a @ a + eps).item() * (b @ b + eps).item()) / len(x)
+        shared = swiglu(moe.shared_w13.weight, moe.shared_w2.weight, token) if moe.shared_w13 is not None else 0
+        ys.append(shared + a + b)
+        who.append(chosen)
+    return torch.stack(ys), z, ortho, overlap, load, who
+
+
+def loud_moe(n, seed=0, bias=None, **changes):
+    """A twin MoE with weights far from zero and n tokens for it."""
+    torch.manual_seed(seed)
+    c = tiny_config(**changes)
+    moe = model_py.TwinMoE(c)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    moe.router.expert_bias += 0.3 * torch.randn(P, c.n_routed) if bias is None else bias
+    return moe, torch.randn(n, c.d_model, requires_grad=True)
+
+
+ONE_TAKES_ALL = torch.tensor([[0.0, 0, 9, 0], [9, 0, 0, 0]])
+ONE_IS_DEAD = torch.tensor([[0.0, -9, 0, 0], [0, 0, 0, -9]])
+
+
+@pytest.mark.parametrize("branch", ["loop", "padded", "grouped"])
+@pytest.mark.parametrize("n, changes, bias", [
+    (9, {}, None), (1, {}, None), (33, dict(top_k=4, n_shared=2), None), (7, dict(n_shared=0), None), (9, {}, ONE_TAKES_ALL), (9, dict(top_k=4), ONE_IS_DEAD),
+    (6, dict(n_routed=1), None), (5, dict(top_k=8), None), (8, dict(d_model=20, expert_d_ff=12, top_k=6), None), (5, dict(d_model=7, expert_d_ff=5), None)])
+def test_moe_equals_a_loop_over_tokens_in_output_and_every_gradient(n, changes, bias, branch):
+    if branch == "grouped" and changes.get("d_model", 4) % 4:
+        pytest.skip("F.grouped_mm needs rows of 16 bytes; choose_branch asks")
+    moe, x = loud_moe(n, bias=bias, **changes)
+    assert moe.experts.branch == "loop"
+    moe.experts.branch = branch
+    mix = torch.randn(n, x.size(1))
+    results = []
+    for run in (moe, lambda x: plain_moe(moe, x)):
+        y, z, ortho, overlap, load = run(x)[:5]
+        gradients = torch.autograd.grad((y * mix).sum() + 0.7 * z + 3 * ortho, [x, *moe.parameters()])
+        results.append((y, z, ortho, torch.as_tensor(overlap), load, *gradients))
+    torch.testing.assert_close(results[0], results[1], rtol=2e-4, atol=2e-5)
+    if bias is ONE_IS_DEAD:
+        assert load[0, 1] == load[1, 3] == 0 and (results[0][-1][[1, 7]] == 0).all()       # of W2
+
+
+def test_an_even_shift_of_the_bias_changes_nothing_and_the_gate_never_sees_it():
+    moe, x = loud_moe(20, bias=torch.zeros(P, 4))
+    with torch.no_grad():
+        y, *_, load = moe(x)
+        moe.router.expert_bias += 5
+        torch.testing.assert_close(moe(x)[0], y)
+        moe.router.expert_bias[:] = 0
+        for p, e in ((0, plain_moe(moe, x[:1])[5][0][0][0]), (1, plain_moe(moe, x[:1])[5][0][1][0])):
+            moe.router.expert_bias[p, e] += 3                       # chosen for the first token already
+        torch.testing.assert_close(moe(x[:1])[0], y[:1])
+        assert not torch.equal(moe(x)[-1], load)                    # but others are drawn to it
+
+
+@pytest.mark.parametrize("silence, renormalise", [(0, False), (1, False), (1, True)])
+def test_a_silenced_population_is_taken_out_of_the_sum(silence, renormalise):
+    moe, x = loud_moe(9, top_k=4)
+    y = moe(x, silence=silence, renormalise=renormalise)[0]
+    torch.testing.assert_close(y, plain_moe(moe, x, silence, renormalise)[0], rtol=2e-4, atol=2e-5)
+
+
+def one_step(model, idx, seed=1):
+    """Forward and backward of the training loss; returns (result, gradients)."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    result = model(idx, idx.roll(-1, 1))
+    (result["ce"] + 0.1 * result["z"] + result["ortho"]).backward()
+    return result, [p.grad.clone() for p in model.parameters()]
+
+
+def test_recomputation_changes_no_gradient_and_counts_the_load_once():
+    torch.manual_seed(0)
+    plain, again = Cipher(tiny_config(checkpoint_moe=False, top_k=4)), Cipher(tiny_config(checkpoint_moe=True, top_k=4))
+    again.load_state_dict(plain.state_dict())
+    for idx in (torch.randint(512, (3, 20)), torch.full((3, 20), 7)):       # equal tokens: ties everywhere
+        (one, grads), (two, grads_again) = one_step(plain, idx), one_step(again, idx)
+        assert torch.equal(one["load"], two["load"]) and (two["load"].sum((1, 2)) == 60 * 4).all() and (two["load"].sum(2) == 60 * 2).all()
+        torch.testing.assert_close(grads, grads_again, rtol=1e-6, atol=1e-9)
+        assert all(torch.equal(one[name], two[name]) for name in ("ce", "z", "ortho", "overlap"))
+
+
+def test_bias_rule():
+    model = Cipher(tiny_config(n_layers=1))
+    load = torch.tensor([[[0, 8, 4, 4], [1, 1, 1, 13]]])
+    bias = model.blocks[0].moe.router.expert_bias
+    for _ in range(2000):
+        model.update_bias(load, 0.001)
+    signs = torch.tensor([[1.0, -1, 0, 0], [0.5, 0.5, 0.5, -1.5]])   # of mean - load, less their mean
+    torch.testing.assert_close(bias, 2 * signs, rtol=1e-4, atol=1e-4)
+    assert bias is model.blocks[0].moe.router.expert_bias and torch.equal(model.state_dict()["blocks.0.moe.router.expert_bias"], bias)
+    assert "blocks.0.moe.router.expert_bias" not in dict(model.named_parameters())
+
+
+def test_bias_stays_fp32_whatever_the_model_becomes():
+    model = Cipher(tiny_config(n_layers=1))
+    model.update_bias(torch.randint(9, (1, P, 4)), 0.001)
+    before = model.blocks[0].moe.router.expert_bias.clone()
+    for change in (lambda: model.to(torch.bfloat16), model.half, model.float):
+        change()
+        assert model.blocks[0].moe.router.expert_bias.dtype == torch.float32 and torch.equal(model.blocks[0].moe.router.expert_bias, before)
+
+
+def test_router_decides_in_fp32_under_autocast():
+    torch.manual_seed(0)
+    c = tiny_config(d_model=16, n_routed=64, top_k=4)
+    router, x = model_py.Router(c), torch.randn(64, 16)
+    torch.nn.init.normal_(router.weight, std=0.02)                  # near ties: BF16 would choose others for every third token
+    plain = router(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = router(x)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(plain, mixed)) and mixed[1].dtype == torch.float32
+
+
+def test_ortho_loss_is_finite_at_zero_and_right_at_its_ends():
+    zero = torch.zeros(3, 32, requires_grad=True)
+    for a, b in ((zero, zero), (zero, torch.ones(3, 32)), (zero + 1e-20, torch.ones(3, 32))):
+        loss, overlap = model_py.population_overlap(a, b)
+        gradient, = torch.autograd.grad(loss, zero)
+        assert loss < 1e-30 and overlap < 1e-15 and gradient.isfinite().all() and gradient.abs().max() < 1e-6
+    a, b = torch.eye(2, 32) * 5
+    assert model_py.population_overlap(a[None], b[None])[0] == 0 and model_py.population_overlap(a[None], -3 * a[None])[0].item() == pytest.approx(1, abs=1e-3)
+
+
+def test_dead_experts_give_zero_and_finite_gradients():
+    model = Cipher(tiny_config())
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.moe.experts.w2)
+    _, gradients = one_step(model, torch.randint(512, (2, 16)))
+    assert all(g.isfinite().all() and g.abs().max() < 1e3 for g in gradients)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# model: attention, loss, the whole
+# ----------------------------------------------------------------------------------------------------------
+
+def plain_attention(layer, x, n_heads, n_kv_heads, D):
+    """One row, a head and a position at a time; rotation as a complex product."""
+    T = len(x)
+    q, k, v = (layer.qkv.weight @ x.T).T.split([n_heads * D, n_kv_heads * D, n_kv_heads * D], 1)
+    turn = torch.polar(torch.ones(T, D // 2), torch.arange(T)[:, None] * 10_000.0 ** (-2 * torch.arange(D // 2) / D))
+
+    def prepared(x, gain):                                          # RMSNorm, then the rotation
+        x = x / torch.sqrt(x.square().mean(1, keepdim=True) + 1e-6) * gain
+        z = torch.complex(x[:, :D // 2], x[:, D // 2:]) * turn
+        return torch.cat((z.real, z.imag), 1)
+    heads = []
+    for h in range(n_heads):
+        g = h // (n_heads // n_kv_heads)
+        qh, kh = prepared(q[:, h * D:h * D + D], layer.q_norm.weight), prepared(k[:, g * D:g * D + D], layer.k_norm.weight)
+        heads.append(torch.stack([torch.softmax(kh[:t + 1] @ qh[t] / math.sqrt(D), 0) @ v[:t + 1, g * D:g * D + D] for t in range(T)]))
+    return (layer.out.weight @ torch.cat(heads, 1).T).T
+
+
+@pytest.mark.parametrize("n_heads, n_kv_heads", [(4, 2), (4, 1), (3, 3)])
+def test_attention_equals_a_loop_over_heads_with_and_without_cache(n_heads, n_kv_heads):
+    torch.manual_seed(0)
+    c = tiny_config(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=8)
+    layer, rope, x = model_py.Attention(c), model_py.rope_table(c), torch.randn(2, 11, 32)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.4)
+    plain = torch.stack([plain_attention(layer, row, n_heads, n_kv_heads, 8) for row in x])
+    torch.testing.assert_close(layer(x, rope[:, :11]), plain, rtol=1e-4, atol=1e-5)
+    keys, values = torch.zeros(2, n_kv_heads, 11, 8), torch.zeros(2, n_kv_heads, 11, 8)
+    pieces = [layer(x[:, a:b], rope[:, a:b], (keys, values, a)) for a, b in ((0, 4), (4, 7), (7, 8), (8, 11))]
+    torch.testing.assert_close(torch.cat(pieces, 1), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_chunked_loss_equals_cross_entropy_on_all_logits(dtype, tolerance):
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(23, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True), torch.randint(50, (23,))
+    chunked, full = model_py.HeadLoss.apply(x, weight, targets, dtype, 7), F.cross_entropy(x @ weight.T, targets)
+    torch.testing.assert_close(chunked, full, rtol=tolerance, atol=tolerance)
+    for a, b in zip(torch.autograd.grad(3 * chunked, (x, weight)), torch.autograd.grad(3 * full, (x, weight))):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())
+
+
+def test_loss_without_gradients_is_the_same_number():
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(150, 8, requires_grad=True), torch.randn(65_536, 8), torch.randint(65_536, (150,))
+    full = F.cross_entropy(x @ weight.T, targets)                    # 65,536 words: chunks of 64 tokens on the CPU
+    torch.testing.assert_close(model_py.head_loss(x, weight, targets), full)
+    with torch.no_grad():
+        torch.testing.assert_close(model_py.head_loss(x, weight, targets), full)
+
+
+@pytest.fixture(scope="module")
+def lively():
+    """A tiny model in eval mode whose weights are large enough for its choices to differ."""
+    torch.manual_seed(3)
+    model = Cipher(tiny_config(n_heads=4, n_kv_heads=2, top_k=4)).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.25)
+    return model
+
+
+@torch.no_grad()
+def test_a_position_sees_neither_later_tokens_nor_other_rows(lively):
+    idx = torch.randint(512, (3, 20), generator=torch.Generator().manual_seed(0))
+    logits = lively(idx, all_logits=True)["logits"]
+    changed = idx.clone()
+    changed[1, 12] = (idx[1, 12] + 1) % 512
+    after = lively(changed, all_logits=True)["logits"]
+    torch.testing.assert_close(after[1, :12], logits[1, :12], rtol=1e-5, atol=1e-4)
+    assert (after[1, 12:] - logits[1, 12:]).abs().amax(1).min() > 1e-2      # and every later one sees it
+    torch.testing.assert_close(after[[0, 2]], logits[[0, 2]], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(lively(idx[2:], all_logits=True)["logits"][0], logits[2], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(lively(idx)["logits"], logits[:, -1:], rtol=1e-5, atol=1e-4)
+    full = F.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
+    torch.testing.assert_close(lively(idx[:, :-1].contiguous(), idx[:, 1:].contiguous())["ce"], full, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_cached_generation_equals_full_recomputation(lively):
+    idx = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(1))
+    logits = lively(idx, all_logits=True)["logits"]
+    cache, pieces = model_py.KVCache(lively.config, 2, 32, "cpu", torch.float32), []
+    for a, b in itertools.pairwise((0, 5, 12, 13, 14, 20, 32)):
+        pieces.append(lively(idx[:, a:b], all_logits=True, cache=cache)["logits"])
+    torch.testing.assert_close(torch.cat(pieces, 1), logits, rtol=1e-4, atol=1e-4)
+    slow = idx[:, :6]
+    for _ in range(20):
+        slow = torch.cat((slow, lively(slow)["logits"][:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(lively.generate(idx[:, :6], 20, temperature=0), slow)
+
+
+def test_generation_stops_at_the_stop_id_and_at_the_end_of_the_context(lively):
+    idx = torch.randint(512, (2, 6), generator=torch.Generator().manual_seed(2))
+    free = lively.generate(idx, 20, temperature=0)
+    stop = free[0, 6 + 4].item()                                    # the first row ends after at most five
+    got = lively.generate(idx, 20, temperature=0, stop_id=stop)
+    for row, before in zip(got[:, 6:].tolist(), free[:, 6:].tolist()):
+        n = before.index(stop) + 1 if stop in before else len(before)
+        assert row[:n] == before[:n] and set(row[n:]) <= {stop}
+    alone = lively.generate(idx[:1], 20, temperature=0, stop_id=stop)[0, 6:].tolist()
+    assert alone.index(stop) == len(alone) - 1
+    assert lively.generate(idx, 1000, temperature=0).shape == (2, 32) == lively.generate(torch.cat([idx] * 5, 1)[:, :30], 1000, temperature=0).shape
+    with pytest.raises(UserError, match="seq_len"):
+        lively(torch.zeros(1, 33, dtype=torch.int64))
+    a, b, c = (lively.generate(idx, 12, seed=s) for s in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_sampling_keeps_to_top_k_top_p_and_temperature():
+    logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -9.0]]).repeat(4000, 1)
+    draw = lambda seed=0, **how: torch.bincount(model_py.pick(logits, generator=torch.Generator().manual_seed(seed), **how), minlength=6) / 4000
+    p = F.softmax(logits[0], 0)
+    for how in (dict(temperature=0), dict(temperature=1e-8), dict(top_k=1), dict(top_p=1e-6)):
+        assert draw(0, **how)[0] == draw(1, **how)[0] == 1
+    for how, allowed in (({}, 6), (dict(top_k=0), 6), (dict(top_k=100_000), 6), (dict(top_p=1.0), 6), (dict(top_k=3), 3),
+                         (dict(top_p=float(p[:2].sum()) - 0.01), 2), (dict(top_p=float(p[:2].sum()) + 0.01), 3), (dict(top_k=2, top_p=0.999), 2)):
+        expected = torch.where(torch.arange(6) < allowed, p, 0) / p[:allowed].sum()
+        assert (draw(**how) - expected).abs().max() < 0.03, how
+    hot = F.softmax(logits[0] / 3, 0)
+    assert (draw(temperature=3.0) - hot).abs().max() < 0.03 and draw(top_k=3)[3:].sum() == 0
+
+
+@pytest.mark.parametrize("changes", [{}, dict(n_routed=0), dict(tie_embeddings=True)])
+def test_loss_at_the_start_is_that_of_a_blind_guess(changes):
+    torch.manual_seed(0)
+    result = Cipher(tiny_config(**changes))(torch.randint(512, (4, 32)), torch.randint(512, (4, 32)))
+    assert result["ce"].item() == pytest.approx(math.log(512), abs=0.05) and result["load"].shape == (2, P, changes.get("n_routed", 4))
+
+
+def test_validation_loss_weighs_tokens_alike_and_leaves_no_trace(lively):
+    generator = torch.Generator().manual_seed(4)
+    x, y = torch.randint(512, (12, 16), generator=generator), torch.randint(512, (12, 16), generator=generator)
+    with torch.no_grad():
+        by_hand = F.cross_entropy(lively(x, all_logits=True)["logits"].flatten(0, 1), y.flatten()).item()
+    lively.train()                                                  # dropout 0.1 stands ready
+    before, rng = {k: v.clone() for k, v in lively.state_dict().items()}, torch.get_rng_state()
+    values = [mean_ce(lively, zip(x.split(sizes), y.split(sizes))) for sizes in ([12], [8, 3, 1], [1] * 12)]
+    assert values == pytest.approx([by_hand] * 3, rel=1e-6)
+    assert lively.training and torch.equal(torch.get_rng_state(), rng) and all(torch.equal(v, before[k]) for k, v in lively.state_dict().items())
+    lively.eval()
+
+
+def test_golden_run_learns_a_text_and_prints_it(tok):
+    text = "def greet(name):\n    for n in range(3):\n        print('hello', name, n)\n    return name\n"
+    ids = torch.tensor([[1, *tokenizer.encode(tok, text), 2]])
+    torch.manual_seed(0)
+    model = Cipher(tiny_config(seq_len=64, dropout=0.0))
+    optimizer = torch.optim.AdamW(model_py.parameter_groups(model, 0.0), lr=1e-2)
+    for step in range(120):
+        result = model(ids[:, :-1], ids[:, 1:])
+        (result["ce"] + 0.001 * result["z"] + 0.01 * result["ortho"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.update_bias(result["load"], 0.01)
+    assert result["ce"].item() < 0.05
+    assert tokenizer.decode(tok, model.generate(ids[:, :3], 60, temperature=0, stop_id=2)[0].tolist()) == f"<s>{text}</s>"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# train
+# ----------------------------------------------------------------------------------------------------------
+
+CLOCK = {"tokens_per_s", "hours", "mfu", "memory_gib"}
+
+
+def rows(out):
+    """The lines of metrics.jsonl without what the clock decides. Strict JSON: a NaN is none."""
+    def strict(word):
+        raise AssertionError(f"{word} is no JSON")
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line, parse_constant=strict).items() if k not in CLOCK} for line in lines]
+
+
+def checkpoint(out, step=STEPS):
+    return torch.load(out / f"step_{step:08d}.pt", weights_only=True)
+
+
+def leaves(tree):
+    """Everything in nested dicts and lists, in order."""
+    if isinstance(tree, (dict, list, tuple)):
+        return [leaf for item in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(item)]
+    return [tree]
+
+
+def assert_same_run(out, reference):
+    """Every logged number and, at the end, every weight, moment, bias, counter and random state, bit for bit."""
+    assert rows(out) == rows(reference)
+    one, two = checkpoint(out), checkpoint(reference)
+    one["rng"], two["rng"] = one["rng"]["torch"], two["rng"]["torch"]       # training draws from no other, and seeds no other
+    for part in ("model", "optimizer", "rng", "step", "tokens", "token_offset", "best_val_ce"):
+        a, b = leaves(one[part]), leaves(two[part])
+        assert len(a) == len(b)
+        assert all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b)), part
+    assert json.loads((out / "done.json").read_text())["step"] == STEPS
+
+
+def on_clip(patch, actions):
+    """Do actions[n](parameters) just before the n-th gradient clipping from now, which is in the n-th step from now."""
+    clip, calls = torch.nn.utils.clip_grad_norm_, itertools.count(1)
+
+    def clip_grad_norm_(parameters, *args, **kwargs):
+        parameters = list(parameters)
+        actions.get(next(calls), lambda _: None)(parameters)
+        return clip(parameters, *args, **kwargs)
+    patch.setattr(torch.nn.utils, "clip_grad_norm_", clip_grad_norm_)
+
+
+def send(which):
+    return lambda *_: os.kill(os.getpid(), which)
+
+
+def used_copy(reference, out):
+    """A copy of the finished run that does not know it is finished."""
+    shutil.copytree(reference, out)
+    (out / "done.json").unlink()
+    return out
+
+
+def test_resume_is_bitwise_identical(tiny, reference, tmp_path, monkeypatch):
+    """Stopped in the warm-up, at an evaluation, and in the cooldown; with dropout and two micro-steps."""
+    argv = [tiny, f"--out_dir={tmp_path / 'out'}"]
+    for after, which, step in ((1, signal.SIGTERM, 1), (9, signal.SIGINT, 10), (8, signal.SIGTERM, 18)):
+        with monkeypatch.context() as patch:
+            on_clip(patch, {after: send(which)})
+            code, text = call(train, *argv)
+        assert code == 0 and f"stopped at step {step}" in text and (tmp_path / f"out/step_{step:08d}.pt").exists(), text
+        assert not (tmp_path / "out/done.json").exists()
+    code, text = call(train, *argv)
+    assert code == 0 and "step 18" in text
+    assert_same_run(tmp_path / "out", reference)
+
+
+def test_signal_in_an_evaluation_is_heard_at_once_and_the_evaluation_done_again(tiny, reference, tmp_path, monkeypatch):
+    argv, batch, asked = [tiny, f"--out_dir={tmp_path / 'out'}"], TokenStream.batch, []
+
+    def batch_that_interrupts(self, first, count):
+        asked.append(self.seed)
+        if asked.count(0) == 2 and self.seed == 0:                   # the validation stream's second batch of four
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch(self, first, count)
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenStream, "batch", batch_that_interrupts)
+        code, text = call(train, *argv)
+    assert code == 0 and "stopped at step 5" in text and asked.count(0) == 2 and not any("val_ce" in row for row in rows(tmp_path / "out"))
+    assert call(train, *argv)[0] == 0
+    assert_same_run(tmp_path / "out", reference)
+
+
+KILL_IN_SAVE = """
+import io, os, torch
+save, saves = torch.save, []
+def torch_save(state, file):
+    saves.append(1)
+    if len(saves) == 8:
+        whole = io.BytesIO()
+        save(state, whole)
+        file.write(whole.getvalue()[:100_000])
+        file.flush()
+        os.kill(os.getpid(), 9)
+    save(state, file)
+torch.save = torch_save
+"""
+TERM_IN_STEP_3 = """
+import os, signal, torch
+clip, clips = torch.nn.utils.clip_grad_norm_, []
+def clip_grad_norm_(*args, **kwargs):
+    clips.append(1)
+    if len(clips) == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return clip(*args, **kwargs)
+torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+"""
+
+
+def test_killed_while_saving_then_terminated_then_resumed(tiny, reference, tmp_path):
+    """Real processes. kill -9 in the middle of the eighth save loses one step; SIGTERM loses nothing and exits 0."""
+    out, argv = tmp_path / "out", [tiny, f"--out_dir={tmp_path / 'out'}", "--checkpoint_minutes=1e-6"]
+    code, _ = finish(start("train.py", *argv, inject=KILL_IN_SAVE, folder=tmp_path))
+    assert code == -signal.SIGKILL
+    assert [int(p.stem[5:]) for p in sorted(out.glob("step_*.pt"))] == [*range(1, 8)] and len(list(out.glob("*.tmp"))) == 1
+    code, text = finish(start("train.py", *argv, inject=TERM_IN_STEP_3, folder=tmp_path))
+    assert code == 0 and "resumed from" in text and "step 7" in text and "stopped at step 10" in text, text
+    assert call(train, *argv)[0] == 0 and not list(out.glob("*.tmp"))
+    assert [row["step"] for row in rows(out) if "ce" in row] == [*range(1, STEPS + 1)]
+    assert_same_run(out, reference)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_then_resumed(tiny, reference, tmp_path):
+    out, argv, rng, kills = tmp_path / "out", [tiny, f"--out_dir={tmp_path / 'out'}", "--checkpoint_minutes=1e-6"], random.Random(6), 0
+    for _ in range(8):
+        process = start("train.py", *argv, folder=tmp_path)
+        seen = len(list(out.glob("step_*.pt")))
+        while process.poll() is None and len(list(out.glob("step_*.pt"))) < seen + 2:      # let it get a step or two further
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.05)
+        process.kill()
+        kills += finish(process)[0] == -signal.SIGKILL
+    assert call(train, *argv)[0] == 0 and kills >= 3
+    assert_same_run(out, reference)
+
+
+def test_checkpoint_is_plain_hashed_and_complete(reference):
+    for path in reference.glob("step_*.pt"):
+        assert Path(f"{path}.sha256").read_bytes() == f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n".encode()
+        if shutil.which("sha256sum"):
+            assert subprocess.run(["sha256sum", "-c", f"{path.name}.sha256"], cwd=reference, capture_output=True).returncode == 0
+    state = checkpoint(reference)                                    # weights_only=True
+    assert state["token_offset"] == state["tokens"] == STEPS * STEP_TOKENS and state["step"] == STEPS and {"rng", "hours", "best_val_ce"} <= state.keys()
+    assert {t.dtype for t in leaves([state["model"], state["optimizer"]]) if isinstance(t, torch.Tensor) and t.is_floating_point()} == {torch.float32}
+    assert set(state["model"]) == set(Cipher(tiny_config()).state_dict())                  # bare names
+    moved = [name for name, tensor in state["model"].items() if "norm" in name and (tensor != 1).any()]
+    assert len(moved) == sum("norm" in name for name in state["model"])
+    assert all((state["model"][f"blocks.{i}.moe.router.expert_bias"] != 0).any() for i in range(2))
+    assert json.loads((reference / "config.json").read_text())["n_routed"] == 4 == state["settings"]["n_routed"]
+    assert len(state["optimizer"]["state"]) == len(list(Cipher(tiny_config()).parameters()))
+
+
+def test_logged_validation_loss_is_that_of_the_loaded_checkpoint(reference, data):
+    model, settings = model_py.load_checkpoint(reference / f"step_{STEPS:08d}.pt")
+    inputs, targets = TokenStream(data, "val", 32, 0).batch(0, 8)
+    with torch.no_grad():
+        by_hand = F.cross_entropy(model(inputs, all_logits=True)["logits"].flatten(0, 1), targets.flatten()).item()
+    validations = [row["val_ce"] for row in rows(reference) if "val_ce" in row]
+    assert len(validations) == 4 and validations[-1] == pytest.approx(by_hand, rel=1e-5) and settings["n_layers"] == 2
+    best = json.loads((reference / "best.json").read_text())
+    assert (reference / best["file"]).is_file() and best["val_ce"] == validations[-1] == min(validations)
+
+
+def test_the_tiny_run_learns(reference):
+    ces = [row["ce"] for row in rows(reference) if "ce" in row]
+    assert ces[0] == pytest.approx(math.log(512), abs=0.1) and ces[-1] < ces[0] - 0.1
+
+
+def test_damaged_newest_checkpoint_is_passed_over(tiny, reference, tmp_path):
+    out = used_copy(reference, tmp_path / "out")
+    flip_a_byte(out / f"step_{STEPS:08d}.pt")
+    torch.load(out / f"step_{STEPS:08d}.pt", weights_only=True)      # loading alone does not notice
+    with pytest.raises(UserError, match="damaged"):
+        model_py.load_checkpoint(out / f"step_{STEPS:08d}.pt")
+    code, text = call(train, tiny, f"--out_dir={out}")
+    assert code == 0 and "passed over" in text and f"step_{STEPS:08d}.pt" in text and "step 17" in text
+    assert_same_run(out, reference)
+
+
+def test_foreign_files_are_no_checkpoints_and_run_no_code(tmp_path):
+    for name, content in (("step_00000001.pt", Marker(tmp_path / "marker")), ("step_00000002.pt", dict(model={})), ("step_00000003.pt", [1])):
+        torch.save(content, tmp_path / name)
+        with pytest.raises(UserError, match="sha256"):
+            model_py.load_checkpoint(tmp_path / name)
+        (tmp_path / f"{name}.sha256").write_text(hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() + f"  {name}\n")
+        with pytest.raises(UserError, match=name):
+            model_py.load_checkpoint(tmp_path / name)
+    assert not (tmp_path / "marker").exists() and train.newest_valid(tmp_path) == (None, None)
+
+
+def test_checkpoints_are_ordered_by_their_step(tmp_path):
+    write_files(tmp_path, {f"step_{step}.pt": "" for step in ("9", "10", "00000100", "00000099", "x")} | {"step_11.pt.tmp": ""})
+    os.utime(tmp_path / "step_9.pt", (4e9, 4e9))                     # a copy gives odd times
+    assert [p.name for p in model_py.list_checkpoints(tmp_path)] == ["step_9.pt", "step_10.pt", "step_00000099.pt", "step_00000100.pt"]
+
+
+def test_keep_checkpoints_spares_the_newest_the_best_and_the_one_before_the_cooldown(tiny, reference, tmp_path):
+    out = tmp_path / "out"
+    assert call(train, tiny, f"--out_dir={out}", "--checkpoint_minutes=1e-6", "--keep_checkpoints=2")[0] == 0
+    best = json.loads((out / "best.json").read_text())["step"]
+    assert {int(p.stem[5:]) for p in out.glob("step_*.pt")} == {19, 20, 17, best} == {int(p.name[5:13]) for p in out.glob("*.sha256")}
+    assert_same_run(out, reference)                                  # and saving often changes nothing
+
+
+def test_another_run_is_refused_with_its_differences(tiny, reference, data, tmp_path):
+    out = used_copy(reference, tmp_path / "out")
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    other = pack(tmp_path / "other", split_tokens(data, "train")[:9000], [], data)
+    for argv, says in ((["--n_layers=1", "--d_model=16"], ["n_layers=2 there, 1 now", "d_model=32 there, 16 now"]), (["--seed=1"], ["seed=1337 there, 1 now"]),
+                       ([f"--data_dir={other}"], ["another manifest"]), (["--resume=False"], ["--resume=False"])):
+        code, text = call(train, tiny, f"--out_dir={out}", *argv)
+        assert code == 2 and all(word in text.splitlines()[-1] for word in says), text
+    saved = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    saved["model"]["merges"][:2] = saved["model"]["merges"][1::-1]   # same size, other tokens
+    (other / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'new'}", f"--data_dir={other}")
+    assert code == 2 and "tokenizer.json" in text.splitlines()[-1]
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    code, text = call(train, tiny, f"--out_dir={out}", "--lr=2e-3")
+    assert code == 0 and "lr=0.001 -> 0.002" in text                 # a difference that may be is reported
+
+
+def test_finished_run_says_so(tiny, reference):
+    before = (reference / "metrics.jsonl").read_bytes()
+    code, text = call(train, tiny, f"--out_dir={reference}")
+    assert code == 0 and "finished" in text and (reference / "metrics.jsonl").read_bytes() == before
+
+
+def test_killed_between_the_last_checkpoint_and_the_end_of_the_run(tiny, reference, tmp_path):
+    out = used_copy(reference, tmp_path / "out")
+    (out / "best.json").unlink()                                     # it is written behind the checkpoint
+    code, text = call(train, tiny, f"--out_dir={out}")
+    assert code == 0, text
+    assert_same_run(out, reference)
+
+
+def test_longer_run_goes_on_from_before_the_cooldown(tiny, reference, tmp_path):
+    """As the end of a run advises: copy the checkpoint, raise max_tokens. The rate is back at its height."""
+    (tmp_path / "out").mkdir()
+    name = json.loads((reference / "done.json").read_text())["before_cooldown"]
+    for file in (name, f"{name}.sha256"):
+        shutil.copy(reference / file, tmp_path / "out")
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", f"--max_tokens={2 * STEPS * STEP_TOKENS}")
+    assert code == 0, text
+    lrs = {row["step"]: row["lr"] for row in rows(tmp_path / "out") if "ce" in row}
+    assert [*lrs] == [*range(18, 41)] and all(lrs[step] == 1e-3 for step in range(18, 32)) and lrs[40] < 2e-4
+
+
+def test_position_in_the_data_survives_another_batch_size(tiny, tmp_path, monkeypatch):
+    windows, batch, contents = [], TokenStream.batch, []
+
+    def batch_noted(self, first, count):
+        result = batch(self, first, count)
+        if self.seed == 1337:                                        # the training stream
+            windows.extend(range(first, first + count))
+            contents.extend(row.numpy().tobytes() for row in result[0])
+        return result
+    monkeypatch.setattr(TokenStream, "batch", batch_noted)
+    argv = [tiny, f"--out_dir={tmp_path / 'out'}"]
+    with monkeypatch.context() as patch:
+        on_clip(patch, {5: send(signal.SIGTERM)})
+        assert call(train, *argv)[0] == 0
+    code, text = call(train, *argv, "--batch_size=1", "--grad_accum=3")
+    assert code == 0 and "batch_size=2 -> 1" in text
+    assert windows == [*range(len(windows))] and len(set(contents)) == len(contents) >= STEPS * 4
+
+
+def test_micro_steps_share_one_clip_one_bias_update_and_the_loss_of_the_joined_batch(tiny, tmp_path, monkeypatch):
+    ends, seen = {}, {}
+    for name, argv in (("whole", ["--batch_size=4", "--grad_accum=1"]), ("quarters", ["--batch_size=1", "--grad_accum=4"])):
+        calls = []
+        with monkeypatch.context() as patch:
+            on_clip(patch, {n: lambda p: calls.append([q.grad.clone() for q in p]) for n in range(1, 99)})
+            assert call(train, tiny, f"--out_dir={tmp_path / name}", "--dropout=0.0", f"--max_tokens={4 * STEP_TOKENS}", *argv)[0] == 0
+        ends[name], seen[name] = checkpoint(tmp_path / name, 4)["model"], calls
+        assert len(calls) == 4
+    for one, two in zip(seen["whole"][0], seen["quarters"][0]):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-6)
+    for one, two in zip(rows(tmp_path / "whole"), rows(tmp_path / "quarters")):
+        assert all(one.get(name, 0) == pytest.approx(two.get(name, 0), rel=1e-4) for name in ("ce", "z", "ortho", "val_ce"))
+    biases = [name for name in ends["whole"] if "expert_bias" in name]
+    assert all(torch.equal(ends["whole"][name], ends["quarters"][name]) and (ends["whole"][name] != 0).any() for name in biases)
+
+
+def test_evaluating_often_changes_nothing(tiny, reference, tmp_path):
+    assert call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--eval_interval=1")[0] == 0
+    training = lambda out: [row for row in rows(out) if "ce" in row]
+    assert training(tmp_path / "out") == training(reference) and sum("val_ce" in row for row in rows(tmp_path / "out")) == STEPS
+    assert all(torch.equal(a, b) for a, b in zip(leaves(checkpoint(tmp_path / "out")["model"]), leaves(checkpoint(reference)["model"])))
+
+
+def test_learning_rate_warms_up_holds_and_cools_down(monkeypatch):
+    for name, value in dict(lr=1.0, min_lr=0.1, warmup_steps=10, cooldown=0.2, schedule="wsd", bias_update_rate=0.02).items():
+        monkeypatch.setattr(train, name, value)
+    factors = [train.schedule_factors(step, 1000, step / 1000) for step in range(1001)]
+    lrs, rates = zip(*factors)
+    assert lrs[:10] == pytest.approx([(i + 1) / 10 for i in range(10)]) and set(lrs[10:800]) == {1.0} and set(rates[:800]) == {0.02}
+    assert lrs[900] == pytest.approx(0.55) and lrs[1000] == pytest.approx(0.1) and rates[900] == pytest.approx(0.01) and rates[1000] == 0
+    assert train.schedule_factors(0, 20, 0)[0] == pytest.approx(0.5) and train.schedule_factors(2, 20, 0)[0] == 1   # a tenth of the run at most
+    monkeypatch.setattr(train, "schedule", "cosine")
+    lrs = [train.schedule_factors(step, 1000, step / 1000)[0] for step in range(10, 1001)]
+    assert lrs == sorted(lrs, reverse=True) and lrs[490] == pytest.approx(0.55) and lrs[-1] == pytest.approx(0.1)
+
+
+def test_run_by_the_clock_ends_cooled_down_inside_its_budget(tiny, tmp_path, monkeypatch):
+    """A step takes 1 s, an evaluation 4 s, a save 5 s, and 90 s are far fewer steps than max_tokens asks for."""
+    now, batch, save = [0.0], TokenStream.batch, torch.save
+
+    def takes(seconds, work):
+        def slow(*args):
+            now[0] += seconds
+            return work(*args)
+        return slow
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(TokenStream, "batch", lambda self, first, count: takes(self.seed == 0, batch)(self, first, count))
+    monkeypatch.setattr(torch, "save", takes(5, save))
+    argv = [tiny, f"--out_dir={tmp_path / 'out'}", f"--max_hours={90 / 3600}", "--max_tokens=100_000"]
+    second = lambda _: now.__setitem__(0, now[0] + 1)
+    for actions in ({n: second for n in range(1, 8)} | {8: lambda _: (second(_), send(signal.SIGTERM)())}, {n: second for n in range(1, 999)}):
+        with monkeypatch.context() as patch:
+            on_clip(patch, actions)
+            assert call(train, *argv)[0] == 0
+    training = [row for row in rows(tmp_path / "out") if "ce" in row]
+    assert 80 < now[0] <= 90 + 1                                     # over both parts; a step may end behind the bell
+    assert training[-1]["lr"] < 0.2e-3 and training[len(training) // 2]["lr"] == 1e-3
+
+
+def test_non_finite_gradient_costs_one_step_and_no_weight(tiny, tmp_path, monkeypatch):
+    model, snapshots = [], []
+
+    def poison(parameters):
+        snapshots.append([p.detach().clone() for p in parameters])
+        parameters[3].grad[0] = float("nan")
+    on_clip(monkeypatch, {3: poison, 4: lambda parameters: snapshots.append([p.detach().clone() for p in parameters])})
+    update_bias, updates = Cipher.update_bias, []
+    monkeypatch.setattr(Cipher, "update_bias", lambda self, load, rate: (updates.append(1), update_bias(self, load, rate)))
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}")
+    assert code == 0 and "step 3: the gradient is not finite" in text
+    assert all(torch.equal(a, b) for a, b in zip(*snapshots)) and len(updates) == STEPS - 1
+    state = checkpoint(tmp_path / "out")
+    assert all(t.isfinite().all() for t in leaves(state["model"])) and {int(s["step"]) for s in state["optimizer"]["state"].values()} == {STEPS - 1}
+
+
+def test_non_finite_gradients_in_a_row_end_the_run(tiny, tmp_path, monkeypatch):
+    def poison(parameters):
+        parameters[0].grad[0] = float("inf")
+    on_clip(monkeypatch, {n: poison for n in range(3, 99)})
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--checkpoint_minutes=1e-6")
+    assert code == 2 and "lr" in text.splitlines()[-1]
+    assert all(t.isfinite().all() for p in model_py.list_checkpoints(tmp_path / "out") for t in leaves(torch.load(p, weights_only=True)["model"]))
+
+
+def test_metrics_stay_json_when_a_gradient_is_not_finite(tiny, tmp_path, monkeypatch):
+    def poison(parameters):
+        parameters[0].grad[0] = float("nan")
+    on_clip(monkeypatch, {2: poison})
+    assert call(train, tiny, f"--out_dir={tmp_path / 'out'}", f"--max_tokens={3 * STEP_TOKENS}")[0] == 0
+    assert len([row for row in rows(tmp_path / "out") if "ce" in row]) == 3
+
+
+def full_disk(monkeypatch, fails):
+    """Let torch.save write a part and then find no space, at the saves whose number fails() accepts."""
+    save, saves = torch.save, itertools.count(1)
+
+    def torch_save(state, file):
+        if fails(next(saves)):
+            file.write(b"x" * 1000)
+            raise OSError(28, "No space left on device")
+        save(state, file)
+    monkeypatch.setattr(torch, "save", torch_save)
+
+
+def test_failed_save_loses_nothing_and_the_run_goes_on(tiny, reference, tmp_path, monkeypatch):
+    full_disk(monkeypatch, lambda n: n == 2)
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--checkpoint_minutes=1e-6")
+    assert code == 0 and "step_00000002.pt was NOT saved" in text and "No space left" in text
+    assert not list((tmp_path / "out").glob("*.tmp")) and not (tmp_path / "out/step_00000002.pt").exists()
+    model_py.load_checkpoint(tmp_path / "out/step_00000001.pt")
+    assert_same_run(tmp_path / "out", reference)
+
+
+def test_failed_last_save_is_not_reported_as_done(tiny, reference, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        full_disk(patch, lambda n: n > 1)
+        code, text = call(train, tiny, f"--out_dir={out}")
+    assert code == 2 and "could not be saved" in text.splitlines()[-1] and not (out / "done.json").exists()
+    assert call(train, tiny, f"--out_dir={out}")[0] == 0             # there is room again
+    assert_same_run(out, reference)
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--max_passes=0.01"], ["passes", "--max_tokens="]), (["--vocab_size=256"], ["vocab_size=256", "512"]), (["--data_dir=nowhere"], ["nowhere", "prepare.py"]),
+    (["--require_bf16=True"], ["BF16", "config/local_cpu.py"]), (["--max_tokens=1e14", "--max_passes=1e12"], ["hours", "config/local_cpu.py"]),
+    (["--device=cuda:7"], ["cuda:7"]), (["--device=toaster"], ["toaster"]), (["--dtype=float16"], ["float16"]), (["--out_dir=file"], ["file"]),
+    (["--top_k=3"], ["top_k=3"]), (["--schedule=linear"], ["schedule=linear"]), (["--eval_tokens=16"], ["eval_tokens=16", "seq_len=32"]), (["--seq_len=100000"], ["seq_len"]),
+    (["--batch_size=0", ], ["batch_size=0"]), (["--cooldown=0", "--grad_clip=0"], ["cooldown=0", ])])
+def test_hopeless_runs_end_in_one_line_before_anything_is_spent(tiny, tmp_path, monkeypatch, argv, says):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("in the way")
+    code, text = call(train, tiny, "--out_dir=out", *argv)
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert code == 2 and all(word in errors[0] for word in says) and len(errors) == text.count("error: ") == len(argv) - (len(argv) == 2 and "1e14" in argv[0]), text
+    assert not list(tmp_path.rglob("step_*"))
+
+
+def test_max_passes_suggests_a_budget_that_fits(tiny, data, tmp_path):
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--max_passes=0.01")
+    budget = int(text.split("--max_tokens=")[1].split()[0])
+    assert budget == int(0.01 * ((len(split_tokens(data, "train")) - 1) // 32 * 32))
+    assert call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--max_passes=0.01", f"--max_tokens={budget}")[0] == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("file", [None, *(p for p in CONFIGS if p.stem.startswith("cloud"))], ids=lambda p: p.stem if p else "defaults")
+def test_cloud_configuration_without_a_gpu_names_the_local_one(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, text = call(train, *([file] if file else []))
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(errors) == 1 and "config/local_cpu.py" in errors[0] and not any(tmp_path.iterdir())
+
+
+# ----------------------------------------------------------------------------------------------------------
+# evaluate
+# ----------------------------------------------------------------------------------------------------------
+
+
+# ----------------------------------------------------------------------------------------------------------
+# sample
+# ----------------------------------------------------------------------------------------------------------
