@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -274,7 +273,7 @@ def test_fixed_tokens_have_the_ids_of_their_order_and_tags_are_recognised(tok):
     names = ("<unk> <s> </s> <pad> <mask> <fim_prefix> <fim_suffix> <fim_middle> <sep> <persona> <task> <guidelines> <check> "
              "<mind_spock> <mind_sheldon> <code> <execute> <observe> <deliver>").split()
     assert [tok.token_to_id(name) for name in names] == list(range(19))
-    assert tokenizer.encode(tok, "<task><code>x = 1<deliver>")[::5][:1] == [10] and tokenizer.encode(tok, "".join(names[10:])) == list(range(10, 19))
+    assert tokenizer.encode(tok, "".join(names[10:])) == list(range(10, 19)) == tokenizer.encode(tok, "x".join(names[10:]))[::2]
     assert tokenizer.decode(tok, [1, 10, 2]) == "<s><task></s>"
 
 
@@ -1176,13 +1175,10 @@ def test_logged_validation_loss_is_that_of_the_loaded_checkpoint(reference, data
         by_hand = F.cross_entropy(model(inputs, all_logits=True)["logits"].flatten(0, 1), targets.flatten()).item()
     validations = [row["val_ce"] for row in rows(reference) if "val_ce" in row]
     assert len(validations) == 4 and validations[-1] == pytest.approx(by_hand, rel=1e-5) and settings["n_layers"] == 2
+    ces = [row["ce"] for row in rows(reference) if "ce" in row]
+    assert ces[0] == pytest.approx(math.log(512), abs=0.1) and ces[-1] < ces[0] - 0.1      # a mean over the micro-steps, and it learns
     best = json.loads((reference / "best.json").read_text())
     assert (reference / best["file"]).is_file() and best["val_ce"] == validations[-1] == min(validations)
-
-
-def test_the_tiny_run_learns(reference):
-    ces = [row["ce"] for row in rows(reference) if "ce" in row]
-    assert ces[0] == pytest.approx(math.log(512), abs=0.1) and ces[-1] < ces[0] - 0.1
 
 
 def test_damaged_newest_checkpoint_is_passed_over(tiny, reference, tmp_path):
@@ -1336,16 +1332,18 @@ def test_run_by_the_clock_ends_cooled_down_inside_its_budget(tiny, tmp_path, mon
     argv = [tiny, f"--out_dir={tmp_path / 'out'}", f"--max_hours={90 / 3600}", "--max_tokens=100_000"]
     second = lambda _: now.__setitem__(0, now[0] + 1)
     for actions in ({n: second for n in range(1, 8)} | {8: lambda _: (second(_), send(signal.SIGTERM)())}, {n: second for n in range(1, 999)}):
+        began = now[0]
         with monkeypatch.context() as patch:
             on_clip(patch, actions)
             assert call(train, *argv)[0] == 0
+    spent = 3600 * checkpoint(tmp_path / "out", 8)["hours"] + now[0] - began
     training = [row for row in rows(tmp_path / "out") if "ce" in row]
-    assert 80 < now[0] <= 90 + 1                                     # over both parts; a step may end behind the bell
+    assert 80 < spent <= 90 + 1                                      # over both parts; the last step may end behind the bell
     assert training[-1]["lr"] < 0.2e-3 and training[len(training) // 2]["lr"] == 1e-3
 
 
 def test_non_finite_gradient_costs_one_step_and_no_weight(tiny, tmp_path, monkeypatch):
-    model, snapshots = [], []
+    snapshots = []
 
     def poison(parameters):
         snapshots.append([p.detach().clone() for p in parameters])
@@ -1413,13 +1411,13 @@ def test_failed_last_save_is_not_reported_as_done(tiny, reference, tmp_path, mon
     (["--require_bf16=True"], ["BF16", "config/local_cpu.py"]), (["--max_tokens=1e14", "--max_passes=1e12"], ["hours", "config/local_cpu.py"]),
     (["--device=cuda:7"], ["cuda:7"]), (["--device=toaster"], ["toaster"]), (["--dtype=float16"], ["float16"]), (["--out_dir=file"], ["file"]),
     (["--top_k=3"], ["top_k=3"]), (["--schedule=linear"], ["schedule=linear"]), (["--eval_tokens=16"], ["eval_tokens=16", "seq_len=32"]), (["--seq_len=100000"], ["seq_len"]),
-    (["--batch_size=0", ], ["batch_size=0"]), (["--cooldown=0", "--grad_clip=0"], ["cooldown=0", ])])
+    (["--batch_size=0"], ["batch_size=0"]), (["--cooldown=0", "--grad_clip=0"], ["cooldown=0", "grad_clip=0"])])
 def test_hopeless_runs_end_in_one_line_before_anything_is_spent(tiny, tmp_path, monkeypatch, argv, says):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("in the way")
     code, text = call(train, tiny, "--out_dir=out", *argv)
     errors = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert code == 2 and all(word in errors[0] for word in says) and len(errors) == text.count("error: ") == len(argv) - (len(argv) == 2 and "1e14" in argv[0]), text
+    assert code == 2 and all(word in " ".join(errors) for word in says) and len(errors) == (2 if "--grad_clip=0" in argv else 1), text
     assert not list(tmp_path.rglob("step_*"))
 
 
@@ -1437,6 +1435,22 @@ def test_cloud_configuration_without_a_gpu_names_the_local_one(file, tmp_path, m
     code, text = call(train, *([file] if file else []))
     errors = [line for line in text.splitlines() if line.startswith("error: ")]
     assert code == 2 and len(errors) == 1 and "config/local_cpu.py" in errors[0] and not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_first_commands_of_a_new_user(tmp_path):
+    """The standard library, the local model, real processes, as the README says; only the training is cut short."""
+    code, text = finish(start("prepare.py", "config/local_cpu.py", folder=tmp_path))
+    assert code == 0 and "FAIL" not in text and "next: python train.py config/local_cpu.py" in text, text
+    manifest = json.loads((tmp_path / "data/local_cpu/manifest.json").read_text(encoding="utf-8"))
+    root, skipped = sysconfig.get_path("stdlib"), {"__pycache__", "site-packages", "dist-packages", "node_modules", "idle_test"}
+    files = [name for folder, inner, names in os.walk(root) for name in names if name.endswith(".py") and not name.startswith(("test", "."))
+             and not any(part in skipped or part.startswith(("test", ".")) for part in Path(folder).relative_to(root).parts)]
+    assert len(files) == sum(split["documents"] for split in manifest["splits"].values()) + sum(manifest["dropped"].values())
+    code, text = finish(start("train.py", "config/local_cpu.py", "--max_tokens=100_000", "--eval_tokens=20000", "--log_interval=1", folder=tmp_path))
+    assert code == 0 and "next: python sample.py config/local_cpu.py" in text, text
+    training = [row for row in rows(tmp_path / "out/local_cpu") if "ce" in row]
+    assert training[0]["ce"] == pytest.approx(math.log(8192), abs=0.2) and training[-1]["ce"] < 7
 
 
 # ----------------------------------------------------------------------------------------------------------

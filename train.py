@@ -280,13 +280,23 @@ def write_checkpoint(path: Path, state: dict) -> None:
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, dict | None]:
-    """Return the newest checkpoint of a folder that is whole, and its content; damaged ones are named and set aside."""
+    """Return the newest whole checkpoint of a folder and its content, (None, None) where there is none at all.
+
+    Damaged newer ones are named and set aside as *.damaged. If all are damaged, nothing is touched: UserError.
+    """
+    damaged = []
     for path in reversed(list_checkpoints(folder)):
         try:
-            return path, read_checkpoint(path)
+            content = read_checkpoint(path)
         except UserError as error:
+            damaged.append(path)
             print(f"passed over: {error}")
-            config.replace(path, f"{path}.damaged")
+            continue
+        for old in damaged:
+            config.replace(old, f"{old}.damaged")
+        return path, content
+    if damaged:
+        raise UserError(f"{folder}: none of its {len(damaged)} checkpoints is whole - copy them again with their .sha256, or choose another --out_dir")
     return None, None
 
 
@@ -362,7 +372,8 @@ def main():
     model, optimizer, how = build(cfg, place, number)
 
     # state, all of it in the checkpoint
-    state = dict(step=0, tokens=0, hours=0.0, progress=0.0, last_eval=-1, val_ce=None, best_val_ce=None, before_cooldown=None)
+    state = dict(step=0, tokens=0, hours=0.0, last_eval=-1, val_ce=None, best_val_ce=None, before_cooldown=None,
+                 reserve=0.0)                       # seconds that the last evaluation and save will take
     path, before = newest_valid(out)
     if before is not None:
         check_same_run(path, before, settings, hashes)
@@ -405,12 +416,15 @@ def main():
     for name in ("SIGTERM", "SIGINT", "SIGBREAK"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), on_signal)
-    started, hours_before, progress_before = time.monotonic(), state["hours"], state["progress"]
-    saved_at = best_saved_at = time.monotonic()
-    reserve = 0.0                                   # seconds that the last evaluation and save will take
+    started = saved_at = best_saved_at = time.monotonic()
+    hours_before = state["hours"]
 
     def clock() -> float:
         return hours_before + (time.monotonic() - started) / 3600
+
+    def progress_now() -> float:
+        by_hours = clock() / max(1e-9, max_hours - state["reserve"] / 3600) if max_hours else 0.0
+        return max(state["tokens"] / max_tokens, by_hours)
 
     def val_batches():
         per = max(1, batch_size)
@@ -422,20 +436,18 @@ def main():
     def save() -> None:
         """Save at this step, unless it is there; a failure is loud and costs nothing that was there."""
         nonlocal saved_at
-        target = out / f"step_{state['step']:08d}.pt"
-        if target.exists():
-            return
+        target, best = out / f"step_{state['step']:08d}.pt", out / "best.json"
         state["hours"] = clock()
         try:
-            write_checkpoint(target, dict(
-                model=model.state_dict(), optimizer=optimizer.state_dict(), rng=rng_state(), settings=settings, **state, **hashes,
-                token_offset=state["tokens"]))
+            if not target.exists():
+                write_checkpoint(target, dict(
+                    model=model.state_dict(), optimizer=optimizer.state_dict(), rng=rng_state(), settings=settings, **state, **hashes,
+                    token_offset=state["tokens"]))
         except OSError as error:
             say(f"warning: checkpoint {target.name} was NOT saved ({error}); the run goes on - make room, the next try is in a minute")
             saved_at = time.monotonic() + 60 - checkpoint_minutes * 60
             return
         saved_at = time.monotonic()
-        best = out / "best.json"
         if state["last_eval"] == state["step"]:
             known = json.loads(best.read_text(encoding="utf-8"))["val_ce"] if best.exists() else math.inf
             if state["val_ce"] < known:
@@ -448,16 +460,14 @@ def main():
                     Path(f"{old}.sha256").unlink(missing_ok=True)
 
     bar = tqdm(total=max_tokens, initial=min(state["tokens"], max_tokens), unit="tok", unit_scale=True, disable=None, leave=False)
-    say = lambda text: (bar.write(text), None if bar.disable else bar.refresh())
+    say = bar.write                                 # above the bar, if there is one
     say(f"{'step':>7} {'tokens':>12} {'ce':>7} {'z':>7} {'ortho':>7} {'overlap':>7} {'load':>5} {'lr':>8} {'norm':>6} {'tok/s':>9} {'left':>8}")
-    skipped, rate_tokens, rate_seconds = 0, 0, 0.0
+    skipped, rate_tokens, rate_seconds, progress_before = 0, 0, 0.0, progress_now()
 
     while True:
         # between steps: evaluate, save, stop ------------------------------------------------------------
-        state["hours"] = clock()
-        by_hours = state["hours"] / max(1e-9, max_hours - reserve / 3600) if max_hours else 0.0
-        state["progress"] = max(state["progress"], state["tokens"] / max_tokens, by_hours)
-        finished, new_best = state["progress"] >= 1, False
+        progress = progress_now()
+        finished, new_best = progress >= 1, False
         if state["step"] > 0 and (state["step"] % eval_interval == 0 or finished) and state["last_eval"] != state["step"]:
             began = time.monotonic()
             try:
@@ -469,21 +479,21 @@ def main():
                 metrics.write(json.dumps(dict(step=state["step"], tokens=state["tokens"], val_ce=state["val_ce"])) + "\n")
                 say(f"{state['step']:>7} {state['tokens']:>12,} validation ce {state['val_ce']:.4f}" + (", the best so far" if new_best else ""))
             except Interrupted:
-                say("stop asked for: the evaluation is left, it is done again at resume")
-            reserve = max(reserve, time.monotonic() - began)
-        entering = schedule == "wsd" and state["before_cooldown"] is None and state["progress"] > 1 - cooldown and state["step"] > 0
-        if entering:
-            state["before_cooldown"] = f"step_{state['step']:08d}.pt"
-        now = time.monotonic()
-        if finished or stop or entering or now - saved_at >= checkpoint_minutes * 60 or new_best and now - best_saved_at >= BEST_SAVE_SECONDS:
-            if state["step"] > 0:
-                save()
-                reserve = max(reserve, time.monotonic() - now)
-                best_saved_at = time.monotonic() if new_best else best_saved_at
-        if finished or stop:
+                finished = False                    # the evaluation is done again at resume
+            state["reserve"] = max(state["reserve"], time.monotonic() - began)
+        cooling = schedule == "wsd" and progress > 1 - cooldown and state["step"] > 0
+        entering = cooling and state["before_cooldown"] is None
+        state["before_cooldown"] = None if not cooling else state["before_cooldown"] or f"step_{state['step']:08d}.pt"
+        stopping, now = bool(stop), time.monotonic()
+        due = now - saved_at >= checkpoint_minutes * 60 or new_best and now - best_saved_at >= BEST_SAVE_SECONDS
+        if state["step"] > 0 and (finished or stopping or entering or due):
+            save()
+            state["reserve"] = max(state["reserve"], time.monotonic() - now)
+            best_saved_at = time.monotonic() if new_best else best_saved_at
+        if finished or stopping:
             break
         began = time.monotonic()
-        step_lr, step_bias_rate = schedule_factors(state["step"], planned_steps, state["progress"])
+        step_lr, step_bias_rate = schedule_factors(state["step"], planned_steps, progress)
         for group in optimizer.param_groups:
             group["lr"] = step_lr
         logging = (state["step"] + 1) % log_interval == 0 or state["step"] == 0
@@ -521,7 +531,7 @@ def main():
             entropy = -torch.xlogy(share, share).sum(-1).mean(1) / math.log(max(2, n_routed))    # [L], 1 = even
             largest = share.flatten(1).amax(1).tolist() if n_routed else []                      # [L]
             speed = rate_tokens / rate_seconds
-            done = max(state["progress"], state["tokens"] / max_tokens)
+            done = progress_now()
             left = (clock() - hours_before) * max(0, 1 - done) / max(1e-9, done - progress_before)
             metrics.write(json.dumps(dict(
                 step=state["step"], tokens=state["tokens"], ce=ce, z=z, ortho=ortho, overlap=overlap, lr=step_lr,
@@ -540,7 +550,7 @@ def main():
     if state["step"] > 0 and not last.exists():
         raise UserError(f"{out}: the last checkpoint could not be saved - make room there and start again: {again}")
     if not finished:
-        print(f"stopped at step {state['step']}, {state['progress']:.0%} of the budget; saved. Start again to go on: {again}")
+        print(f"stopped at step {state['step']}, {progress:.0%} of the budget; saved. Start again to go on: {again}")
         return
     summary = dict(step=state["step"], tokens=state["tokens"], hours=state["hours"], val_ce=state["val_ce"], best=json.loads(
         (out / "best.json").read_text(encoding="utf-8")), before_cooldown=state["before_cooldown"])
