@@ -120,8 +120,8 @@ def rope_table(config: ModelConfig) -> torch.Tensor:
 
 
 def rotate(x, rope):
-    """Rotate [B, T, heads, D] by the positions of rope [2, T, D/2]; the pairs are (i, i + D/2)."""
-    cos, sin = rope[:, :, None, :]
+    """Rotate [B, T, heads, D] by the positions of rope [2, T, D/2] or [2, B, T, D/2]; the pairs are (i, i + D/2)."""
+    cos, sin = rope.unsqueeze(-2)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -136,20 +136,19 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = RMSNorm(config.head_dim), RMSNorm(config.head_dim)
         self.out = nn.Linear(config.n_heads * config.head_dim, config.d_model, bias=False)
 
-    def forward(self, x, rope, cache=None):
-        """x [B, T, d_model]; cache: this layer's (keys, values) [B, G, capacity, D] and the number already filled."""
+    def forward(self, x, rope, mask=None, cache=None):
+        """x [B, T, d_model]; mask [(B, 1,) T, filled + T] of keys to see, None: causal;
+        cache: this layer's (keys, values) [B, G, capacity, D] and the number of positions already filled."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x).view(B, T, sum(self.heads), -1).split(self.heads, 2)    # [B, T, H | G | G, D]
         q = rotate(self.q_norm(q), rope).to(v.dtype).transpose(1, 2)                  # [B, H, T, D]
         k = rotate(self.k_norm(k), rope).to(v.dtype).transpose(1, 2)
         v = v.transpose(1, 2)
-        mask = None
         if cache is not None:
             keys, values, filled = cache
             keys[:, :, filled:filled + T], values[:, :, filled:filled + T] = k, v
             k, v = keys[:, :, :filled + T], values[:, :, :filled + T]
-            if filled and T > 1:                    # is_causal would align the queries with the first keys
-                mask = torch.ones(T, filled + T, dtype=torch.bool, device=x.device).tril(filled)
+        # one query sees every key there is: is_causal would let it see the first one only
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T > 1 and mask is None, enable_gqa=True)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -390,8 +389,8 @@ class Block(nn.Module):
         self.attention, self.moe = Attention(config), TwinMoE(config)
         self.dropout = config.dropout
 
-    def forward(self, x, rope, cache=None, **ablation):
-        x = x + F.dropout(self.attention(self.norm1(x), rope, cache), self.dropout, self.training)
+    def forward(self, x, rope, mask=None, cache=None, **ablation):
+        x = x + F.dropout(self.attention(self.norm1(x), rope, mask, cache), self.dropout, self.training)
         y, *losses, load = self.moe(self.norm2(x).flatten(0, 1), **ablation)
         return x + F.dropout(y.view_as(x), self.dropout, self.training), losses, load
 
@@ -485,19 +484,28 @@ class Cipher(nn.Module):
                 back = name.endswith(("attention.out.weight", "experts.w2", "shared_w2.weight"))
                 tensor.normal_(std=0.02 / math.sqrt(2 * self.config.n_layers) if back else 0.02)
 
-    def forward(self, idx, targets=None, all_logits=False, cache=None, **ablation):
+    def forward(self, idx, targets=None, all_logits=False, cache=None, padding=None, **ablation):
         """idx [B, T] int64. With targets [B, T]: dict of ce (nats), z, ortho, overlap (means over layers), load [L, P, E].
 
         Without: dict of logits, FP32 [B, 1, V] of the last position or [B, T, V] with all_logits, and load.
-        cache: a KVCache whose positions go before idx. ablation: silence, renormalise, as in Router.forward.
+        cache: a KVCache whose positions go before idx. padding [B]: how many of a row's first positions are not there.
+        ablation: silence, renormalise, as in Router.forward.
         """
         T, start = idx.size(1), cache.filled if cache else 0
         if start + T > self.config.seq_len:
             raise UserError(f"{start + T} tokens are more than the context of {self.config.seq_len} (seq_len)")
+        rope, mask = self.rope[:, start:start + T], None
+        if padding is not None or start and T > 1:
+            query, key = torch.arange(start, start + T, device=idx.device), torch.arange(start + T, device=idx.device)
+            mask = key <= query[:, None]                        # [T, start + T]
+            if padding is not None:
+                rope = self.rope[:, (query - padding[:, None]).clamp(min=0)]                        # [2, B, T, D/2]
+                there = (key >= padding[:, None, None]) | (key == query[:, None])                   # padding sees itself: no NaN
+                mask = (mask & there)[:, None]                  # [B, 1, T, start + T]
         x, losses, loads = self.embedding(idx), [], []          # [B, T, d_model], FP32 throughout
         for layer, block in enumerate(self.blocks):
             layer_cache = (cache.keys[layer], cache.values[layer], start) if cache else None
-            x, layer_losses, load = block(x, self.rope[:, start:start + T], layer_cache, **ablation)
+            x, layer_losses, load = block(x, rope, mask, layer_cache, **ablation)
             losses.append(torch.stack(layer_losses))
             loads.append(load)
         if cache:
@@ -523,32 +531,40 @@ class Cipher(nn.Module):
                 bias -= bias.mean(-1, keepdim=True)
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_id=None) -> Iterator[torch.Tensor]:
-        """Yield the next ids [B] after the prompts idx [B, T], one position at a time, with a KV cache.
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_id=None) -> Iterator[torch.Tensor]:
+        """Yield the next ids [B] behind the prompts, one position at a time, with a KV cache.
 
-        Ends after max_new_tokens, when the context (seq_len) is full, or when every row has given stop_id; a row
-        that has ended repeats it. seed: of this call's own generator; None leaves the choice to chance.
+        prompts: [B, T] int64, or a list of B lists of ids of any lengths from 1. Ends after max_new_tokens, when the
+        context (seq_len) is full, or when every row has given stop_id; a row that has ended repeats it.
+        seed: of this call's own generator; None leaves the choice to chance.
         """
         self.eval()
-        B, T = idx.shape
-        generator = torch.Generator(idx.device)
+        device, padding = self.rope.device, None
+        if isinstance(prompts, list):
+            width = max(map(len, prompts))
+            padding = torch.tensor([width - len(p) for p in prompts], device=device) if any(len(p) < width for p in prompts) else None
+            prompts = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+        B, T = prompts.shape
+        generator = torch.Generator(device)
         generator.manual_seed(seed) if seed is not None else generator.seed()
-        dtype = compute_dtype(self.embedding.weight)
-        cache = KVCache(self.config, B, min(self.config.seq_len, T + max_new_tokens), idx.device, dtype)
-        ended = torch.zeros(B, dtype=torch.bool, device=idx.device)
+        cache = KVCache(self.config, B, min(self.config.seq_len, T + max_new_tokens), device, compute_dtype(self.embedding.weight))
+        ended, idx = torch.zeros(B, dtype=torch.bool, device=device), prompts
         for _ in range(min(max_new_tokens, self.config.seq_len - T)):
-            idx = pick(self(idx, cache=cache)["logits"][:, -1], temperature, top_k, top_p, generator)
+            new = pick(self(idx, cache=cache, padding=padding)["logits"][:, -1], temperature, top_k, top_p, generator)
             if stop_id is not None:
-                idx = idx.masked_fill(ended, stop_id)
-                ended |= idx == stop_id
-            yield idx
+                new = new.masked_fill(ended, stop_id)
+                ended |= new == stop_id
+            yield new
             if ended.all():
                 return
-            idx = idx[:, None]
+            idx = new[:, None]
 
-    def generate(self, idx, max_new_tokens, **sampling):
-        """Return idx [B, T] with the generated ids behind it; arguments as in stream."""
-        return torch.cat((idx, *(new[:, None] for new in self.stream(idx, max_new_tokens, **sampling))), 1)
+    def generate(self, prompts, max_new_tokens, **sampling):
+        """Return the prompts with the generated ids behind them: a tensor of a tensor, lists of lists. As stream."""
+        new = [ids.clone() for ids in self.stream(prompts, max_new_tokens, **sampling)]
+        if isinstance(prompts, list):
+            return [list(prompt) + [ids[row].item() for ids in new] for row, prompt in enumerate(prompts)]
+        return torch.cat((prompts, *(ids[:, None] for ids in new)), 1)
 
 
 def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
