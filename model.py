@@ -148,7 +148,8 @@ class Attention(nn.Module):
             keys, values, filled = cache
             keys[:, :, filled:filled + T], values[:, :, filled:filled + T] = k, v
             k, v = keys[:, :, :filled + T], values[:, :, :filled + T]
-        # one query sees every key there is: is_causal would let it see the first one only
+        # one query sees every key there is (is_causal would show it the first alone); several behind a cache need a mask
+        assert mask is not None or T == 1 or k.size(2) == T, (T, k.size(2))
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T > 1 and mask is None, enable_gqa=True)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -545,6 +546,8 @@ class Cipher(nn.Module):
             padding = torch.tensor([width - len(p) for p in prompts], device=device) if any(len(p) < width for p in prompts) else None
             prompts = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
         B, T = prompts.shape
+        if not 0 < T <= self.config.seq_len:
+            raise UserError(f"a prompt of {T} tokens does not fit into the context of {self.config.seq_len} (seq_len)")
         generator = torch.Generator(device)
         generator.manual_seed(seed) if seed is not None else generator.seed()
         cache = KVCache(self.config, B, min(self.config.seq_len, T + max_new_tokens), device, compute_dtype(self.embedding.weight))

@@ -106,7 +106,7 @@ def walk(folder: Path, skipped: set = frozenset()) -> Iterator[Path]:
         if entry.is_dir(follow_symlinks=False):
             if entry.name not in SKIPPED_FOLDERS | skipped:
                 yield from walk(Path(entry.path), skipped)
-        elif not entry.is_dir():
+        elif not os.path.isdir(entry.path):         # not entry.is_dir(): it raises on a link to itself
             yield Path(entry.path)
 
 
@@ -139,7 +139,7 @@ def read_documents(path: Path, group: str | None) -> Iterator[tuple[bytes | str 
                     if isinstance(text, str):
                         yield text, repo if isinstance(repo, str) else None, None
                     else:
-                        yield None, None, f"bad jsonl line"
+                        yield None, None, "bad jsonl line"
     except (EOFError, zlib.error, gzip.BadGzipFile):
         yield None, None, "damaged archive"
     except OSError:
@@ -471,7 +471,12 @@ class TokenStream:
                 raise UserError(f"{path}: missing, though manifest.json lists it - copy it again, or run prepare.py again")
             if config.sha256_file(path) != shard["sha256"]:
                 raise UserError(f"{path}: damaged (its SHA-256 is not the manifest's) - copy it again, or run prepare.py again")
-            self.shards.append(torch.load(path, mmap=True, weights_only=True))
+            try:
+                tokens = torch.load(path, mmap=True, weights_only=True)
+                assert tokens.dtype == torch.uint16 and tokens.dim() == 1
+            except Exception:                       # unpickling a foreign file can raise nearly anything
+                raise UserError(f"{path}: not a shard, though its SHA-256 is the manifest's - run prepare.py again") from None
+            self.shards.append(tokens)
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])    # first token of each shard, and the end
         self.n_tokens = int(self.starts[-1])
         self.n_windows = (self.n_tokens - 1) // seq_len

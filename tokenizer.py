@@ -68,9 +68,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> Tokeni
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False))
     found = tok.get_vocab_size()
     if found < vocab_size:
-        merges = found - BYTES - len(CONTROL) - len(STRUCTURE)
-        raise UserError(f"vocab_size={vocab_size}: the corpus is too small for it, {merges} merges were found - "
-                        f"--vocab_size={found // 64 * 64 or found} would do, or prepare more text")
+        least = BYTES + len(CONTROL) + len(STRUCTURE)
+        fits = found // 64 * 64 if found // 64 * 64 > least else found          # a multiple of 64 suits the hardware
+        raise UserError(f"vocab_size={vocab_size}: the corpus is too small for it, {found - least} merges were found - " +
+                        (f"--vocab_size={fits} would do, or prepare more text" if fits > least else "prepare more text"))
     # The trainer marks everything in special_tokens special; only the saved file can say otherwise.
     saved = json.loads(tok.to_str())
     for token in saved["added_tokens"]:

@@ -373,7 +373,7 @@ def main():
 
     # state, all of it in the checkpoint
     state = dict(step=0, tokens=0, hours=0.0, last_eval=-1, val_ce=None, best_val_ce=None, before_cooldown=None,
-                 reserve=0.0)                       # seconds that the last evaluation and save will take
+                 eval_seconds=0.0, save_seconds=0.0)            # the longest so far; the end of the budget is kept for both
     path, before = newest_valid(out)
     if before is not None:
         check_same_run(path, before, settings, hashes)
@@ -423,15 +423,19 @@ def main():
         return hours_before + (time.monotonic() - started) / 3600
 
     def progress_now() -> float:
-        by_hours = clock() / max(1e-9, max_hours - state["reserve"] / 3600) if max_hours else 0.0
+        reserve = (state["eval_seconds"] + state["save_seconds"]) / 3600
+        by_hours = clock() / max(1e-9, max_hours - reserve) if max_hours else 0.0
         return max(state["tokens"] / max_tokens, by_hours)
 
+    def write_metrics(row: dict) -> None:
+        """One line of JSON, which knows no NaN: such a figure becomes null."""
+        metrics.write(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n")
+
     def val_batches():
-        per = max(1, batch_size)
-        for first in range(0, n_val, per):
+        for first in range(0, n_val, batch_size):
             if stop:
                 raise Interrupted
-            yield val.batch(first, min(per, n_val - first))
+            yield val.batch(first, min(batch_size, n_val - first))
 
     def save() -> None:
         """Save at this step, unless it is there; a failure is loud and costs nothing that was there."""
@@ -476,11 +480,11 @@ def main():
                 new_best = state["best_val_ce"] is None or state["val_ce"] < state["best_val_ce"]
                 if new_best:
                     state["best_val_ce"] = state["val_ce"]
-                metrics.write(json.dumps(dict(step=state["step"], tokens=state["tokens"], val_ce=state["val_ce"])) + "\n")
+                write_metrics(dict(step=state["step"], tokens=state["tokens"], val_ce=state["val_ce"]))
                 say(f"{state['step']:>7} {state['tokens']:>12,} validation ce {state['val_ce']:.4f}" + (", the best so far" if new_best else ""))
             except Interrupted:
                 finished = False                    # the evaluation is done again at resume
-            state["reserve"] = max(state["reserve"], time.monotonic() - began)
+            state["eval_seconds"] = max(state["eval_seconds"], time.monotonic() - began)
         cooling = schedule == "wsd" and progress > 1 - cooldown and state["step"] > 0
         entering = cooling and state["before_cooldown"] is None
         state["before_cooldown"] = None if not cooling else state["before_cooldown"] or f"step_{state['step']:08d}.pt"
@@ -488,7 +492,7 @@ def main():
         due = now - saved_at >= checkpoint_minutes * 60 or new_best and now - best_saved_at >= BEST_SAVE_SECONDS
         if state["step"] > 0 and (finished or stopping or entering or due):
             save()
-            state["reserve"] = max(state["reserve"], time.monotonic() - now)
+            state["save_seconds"] = max(state["save_seconds"], time.monotonic() - now)
             best_saved_at = time.monotonic() if new_best else best_saved_at
         if finished or stopping:
             break
@@ -533,11 +537,11 @@ def main():
             speed = rate_tokens / rate_seconds
             done = progress_now()
             left = (clock() - hours_before) * max(0, 1 - done) / max(1e-9, done - progress_before)
-            metrics.write(json.dumps(dict(
+            write_metrics(dict(
                 step=state["step"], tokens=state["tokens"], ce=ce, z=z, ortho=ortho, overlap=overlap, lr=step_lr,
                 bias_update_rate=step_bias_rate, grad_norm=grad_norm, tokens_per_s=round(speed, 1), mfu=speed * flops / peak if peak else None,
                 max_load_share=largest, load_entropy=entropy.tolist() if n_routed else [], hours=clock(),
-                memory_gib=torch.cuda.max_memory_allocated(place) / 2 ** 30 if place.type == "cuda" else None)) + "\n")
+                memory_gib=torch.cuda.max_memory_allocated(place) / 2 ** 30 if place.type == "cuda" else None))
             say(f"{state['step']:>7} {state['tokens']:>12,} {ce:>7.4f} {z:>7.3f} {ortho:>7.4f} {overlap:>7.3f} {max(largest, default=0):>5.2f} "
                 f"{step_lr:>8.1e} {grad_norm:>6.2f} {speed:>9,.0f} {left * 60:>6.1f} m")
             rate_tokens, rate_seconds = 0, 0.0
