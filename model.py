@@ -101,15 +101,37 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 # Norm, rotary positions, attention
 # ----------------------------------------------------------------------------------------------------------
 
-class RMSNorm(nn.Module):
-    """y = x / rms(x) * weight over the last dimension, in FP32 (arXiv 1910.07467)."""
+class RootMeanSquare(torch.autograd.Function):
+    """y = x / sqrt(mean(x^2) + 1e-6) * gain over the last dimension (arXiv 1910.07467), in FP32.
 
+    Written out because F.rms_norm on the CPU is a dozen passes forward and backward: 2.3 times as long on two cores.
+    Compiled, either becomes one kernel.
+    """
+
+    @staticmethod
+    def forward(ctx, x, gain):
+        """x [..., d], gain [..., d] of x's last dimensions."""
+        x = x.float()
+        scale = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1) + 1e-6).rsqrt()
+        ctx.save_for_backward(x, gain, scale)
+        return (x * scale).mul_(gain)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gain, scale = ctx.saved_tensors
+        y = x * scale
+        grad_gain = (grad * y).reshape(-1, *gain.shape).sum(0)
+        grad_y = grad * gain
+        return (grad_y - y * ((grad_y * y).mean(-1, keepdim=True))).mul_(scale), grad_gain
+
+
+class RMSNorm(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x):
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), 1e-6)
+        return RootMeanSquare.apply(x, self.weight)
 
 
 def rope_table(config: ModelConfig) -> torch.Tensor:
@@ -131,18 +153,20 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
-        self.qkv = nn.Linear(config.d_model, sum(self.heads) * config.head_dim, bias=False)
+        self.heads = (config.n_heads, config.n_kv_heads)
+        self.qkv = nn.Linear(config.d_model, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim, bias=False)
         self.q_norm, self.k_norm = RMSNorm(config.head_dim), RMSNorm(config.head_dim)
         self.out = nn.Linear(config.n_heads * config.head_dim, config.d_model, bias=False)
 
     def forward(self, x, rope, mask=None, cache=None):
         """x [B, T, d_model]; mask [(B, 1,) T, filled + T] of keys to see, None: causal;
         cache: this layer's (keys, values) [B, G, capacity, D] and the number of positions already filled."""
-        B, T, _ = x.shape
-        q, k, v = self.qkv(x).view(B, T, sum(self.heads), -1).split(self.heads, 2)    # [B, T, H | G | G, D]
-        q = rotate(self.q_norm(q), rope).to(v.dtype).transpose(1, 2)                  # [B, H, T, D]
-        k = rotate(self.k_norm(k), rope).to(v.dtype).transpose(1, 2)
+        (B, T, _), (H, G) = x.shape, self.heads
+        qk, v = self.qkv(x).view(B, T, H + 2 * G, -1).split((H + G, G), 2)            # [B, T, H + G, D], [B, T, G, D]
+        # queries and keys normed and rotated together: half the passes over them
+        gain = torch.cat((self.q_norm.weight.expand(H, -1), self.k_norm.weight.expand(G, -1)))
+        qk = rotate(RootMeanSquare.apply(qk, gain), rope).to(v.dtype)
+        q, k = qk.transpose(1, 2).split((H, G), 1)                                    # [B, H, T, D], [B, G, T, D]
         v = v.transpose(1, 2)
         if cache is not None:
             keys, values, filled = cache
@@ -236,44 +260,63 @@ class Combine(torch.autograd.Function):
         return grad.index_select(0, target), None, None, None
 
 
-class LoopMM(torch.autograd.Function):
-    """Row block i of x times weight[i].T, block by block: one product for each expert that has rows.
+class BlockMM(torch.autograd.Function):
+    """Each expert's rows of x times its weight: one batched product of `capacity` rows each, and a product for each
+    expert that has more. Dropless, at any imbalance.
 
     Written out because autograd through weight[i] would allocate a full-size gradient for every expert.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, sizes):
-        """x [S, in], weight [P*E, out, in], sizes: rows of each block, a list -> [S, out]."""
+    def forward(ctx, x, weight, capacity, over):
+        """x [P*E*capacity + sum(over), in], weight [P*E, out, in], over: rows beyond capacity, a list -> [rows, out]."""
         ctx.save_for_backward(x, weight)
-        ctx.sizes = sizes
-        y, start = x.new_empty(len(x), weight.size(1)), 0
-        for i, n in enumerate(sizes):
-            if n:
-                torch.mm(x[start:start + n], weight[i].t(), out=y[start:start + n])
-                start += n
+        ctx.capacity, ctx.over = capacity, over
+        y = x.new_empty(len(x), weight.size(1))
+        BlockMM.products(x, weight.mT, y, capacity, over)
         return y
+
+    @staticmethod
+    def products(x, weight, y, capacity, over):
+        """Write x's blocks times weight [P*E, in, out] into y."""
+        start = len(weight) * capacity
+        if capacity:
+            torch.bmm(x[:start].view(len(weight), capacity, -1), weight, out=y[:start].view(len(weight), capacity, -1))
+        for i, n in enumerate(over):
+            if n:
+                torch.mm(x[start:start + n], weight[i], out=y[start:start + n])
+                start += n
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad_x, grad_w, start = torch.empty_like(x), torch.empty_like(weight), 0
-        for i, n in enumerate(ctx.sizes):
-            block = slice(start, start + n)
-            torch.mm(grad[block].t(), x[block], out=grad_w[i])      # of no rows: zeros
+        grad_x, start = torch.empty_like(x), len(weight) * ctx.capacity
+        BlockMM.products(grad, weight, grad_x, ctx.capacity, ctx.over)
+        split = (len(weight), ctx.capacity, -1)
+        grad_w = torch.bmm(grad[:start].view(split).mT, x[:start].view(split)) if start else torch.zeros_like(weight)
+        for i, n in enumerate(ctx.over):
             if n:
-                torch.mm(grad[block], weight[i], out=grad_x[block])
+                grad_w[i].addmm_(grad[start:start + n].t(), x[start:start + n])
                 start += n
-        return grad_x, grad_w, None
+        return grad_x, grad_w, None, None
+
+
+def choose_capacity(sizes: list[int], product_cost: int) -> int:
+    """Rows per expert for the batched product that cost least in all: padding, or further products of their own.
+
+    sizes: rows of each expert; product_cost: what starting one more product costs, in rows.
+    """
+    def cost(capacity):
+        return capacity * len(sizes) + sum(n - capacity + product_cost for n in sizes if n > capacity)
+    return min({0, *sizes}, key=cost)
 
 
 class Experts(nn.Module):
     """One bank of both populations' SwiGLU experts: E_i(x) = W2_i (silu(W1_i x) * W3_i x).
 
-    Three branches give the same numbers; choose_branch picks one for the device, once.
-    grouped: F.grouped_mm, one kernel over all experts, no number is read by the host.
-    padded:  every expert's rows padded to the fullest one's, one batched product; the host reads the loads once.
-    loop:    a product for each expert; the host reads the loads once.
+    Two branches give the same numbers; choose_branch picks one for the device, once. F.grouped_mm: one kernel over
+    all experts, and the host reads nothing. Or BlockMM: the host reads the loads, once a layer, and balances padding
+    against the number of products by product_cost.
     """
 
     def __init__(self, config: ModelConfig):
@@ -281,31 +324,32 @@ class Experts(nn.Module):
         n = P * config.n_routed
         self.w13 = nn.Parameter(torch.empty(n, 2 * config.expert_d_ff, config.d_model))   # W1 and W3 in one product
         self.w2 = nn.Parameter(torch.empty(n, config.d_model, config.expert_d_ff))
-        self.branch = "loop"
+        self.product_cost = 256                     # rows; None: F.grouped_mm. 256 was best on two CPU cores
 
     def forward(self, x, selected, gate, load):
         """x [N, d_model] -> [N, P, d_model], each population's gated sum over its chosen experts."""
         N, K, k = len(x), selected[0].numel(), selected.size(2)
         dtype, device = compute_dtype(x), x.device
-        flat, load = selected.flatten(), load.flatten()                         # [S] token by token, [P*E]
+        flat, load, gate = selected.flatten(), load.flatten(), gate.flatten()   # [S] token by token, [P*E], [S]
         row = flat.argsort(stable=True)                                         # [S] sorted by expert
-        place = torch.arange(len(row), device=device)                           # where each sorted row lies
-        gate, ends = gate.flatten(), load.cumsum(0)
-        sizes = None if self.branch == "grouped" else load.tolist()
-        # while routing is far from even, padding would multiply the work: then a product for each expert
-        padded = self.branch == "padded" and max(sizes) * len(sizes) <= 4 * len(row)
-        if padded:
-            place = place + (max(sizes) * torch.arange(len(load), device=device) - (ends - load)).index_select(0, flat.index_select(0, row))
-            filled = torch.zeros(max(sizes) * len(load), dtype=torch.int64, device=device).scatter_(0, place, 1)
-            inverse = torch.empty_like(row).scatter_(0, row, place)
-            row = torch.zeros_like(filled).scatter_(0, place, row)
-            gate = gate.index_select(0, row) * filled                           # a padding row's gate and gradients are 0
-            linear = lambda h, w: torch.bmm(h.view(len(w), -1, w.size(2)), w.mT).flatten(0, 1)
-        else:
-            inverse = torch.empty_like(row).scatter_(0, row, place)             # [S] the row of each (token, choice)
+        place, ends = torch.arange(len(row), device=device), load.cumsum(0)     # where each sorted row will lie
+        if self.product_cost is None:
             gate = gate.index_select(0, row)
-            ends = ends.to(torch.int32)
-            linear = lambda h, w: F.grouped_mm(h, w.mT, offs=ends) if sizes is None else LoopMM.apply(h, w, sizes)
+            inverse = torch.empty_like(row).scatter_(0, row, place)             # [S] the place of each (token, choice)
+            linear = lambda h, w: F.grouped_mm(h, w.mT, offs=ends.to(torch.int32))
+        else:
+            sizes = load.tolist()
+            capacity = choose_capacity(sizes, self.product_cost)
+            over, beyond = [max(0, n - capacity) for n in sizes], (load - capacity).clamp(min=0)
+            expert = flat.index_select(0, row)
+            position = place - (ends - load).index_select(0, expert)            # within the expert
+            first_over = len(load) * capacity + (beyond.cumsum(0) - beyond - capacity).index_select(0, expert)
+            place = position + torch.where(position < capacity, capacity * expert, first_over)
+            inverse = torch.empty_like(row).scatter_(0, row, place)
+            row = torch.full((len(load) * capacity + sum(over),), -1, device=device).scatter_(0, place, row)
+            padding, row = row < 0, row.clamp(min=0)
+            gate = gate.index_select(0, row).masked_fill(padding, 0)            # and so a padding row's gradients are 0
+            linear = lambda h, w: BlockMM.apply(h, w, capacity, over)
         a, b = linear(Dispatch.apply(x.to(dtype), row // K, inverse), self.w13.to(dtype)).chunk(2, -1)      # [S, F] each
         # the gate is applied here, at width F, not behind W2 at width d_model: the same by linearity
         h = (F.silu(a) * b * gate[:, None]).to(dtype)                           # [S, F]
@@ -317,17 +361,15 @@ def choose_branch(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
     F.grouped_mm is one kernel only for BF16 on compute capability 9.0 and up, with row strides of 16 bytes.
     Elsewhere on a GPU it is itself a loop: for 64 experts 64 launches and a host read for each of the six products of
-    a layer's forward and backward. Padding takes six launches and one host read. A CPU launches nothing: the loop.
+    a layer's forward and backward. BlockMM takes one launch each, a few more where an expert is overloaded, and one read.
     """
     banks = [module for module in model.modules() if isinstance(module, Experts)]
-    branch = "loop"
-    if device.type == "cuda":
-        aligned = all(size % 8 == 0 for bank in banks for size in bank.w2.shape[1:])
-        hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-        branch = "grouped" if hopper and aligned and dtype == torch.bfloat16 else "padded"
+    aligned = all(size % 8 == 0 for bank in banks for size in bank.w2.shape[1:])
+    grouped = device.type == "cuda" and dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(device) >= (9, 0)
     for bank in banks:
-        bank.branch = branch
-    return dict(grouped="experts by F.grouped_mm", padded="experts padded, by batched products", loop="experts one by one")[branch]
+        # a launch of about 5 us is worth thousands of rows on a GPU (an estimate, not measured on one)
+        bank.product_cost = None if grouped else 4096 if device.type == "cuda" else 256
+    return "experts by F.grouped_mm" if grouped else "experts by batched products"
 
 
 # ----------------------------------------------------------------------------------------------------------

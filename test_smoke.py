@@ -32,8 +32,10 @@ import torch
 import torch.nn.functional as F
 
 import config
+import evaluate
 import model as model_py
 import prepare
+import sample
 import tokenizer
 import train
 from config import UserError
@@ -736,16 +738,15 @@ ONE_TAKES_ALL = torch.tensor([[0.0, 0, 9, 0], [9, 0, 0, 0]])
 ONE_IS_DEAD = torch.tensor([[0.0, -9, 0, 0], [0, 0, 0, -9]])
 
 
-@pytest.mark.parametrize("branch", ["loop", "padded", "grouped"])
+@pytest.mark.parametrize("product_cost", [0, 2, 10 ** 6, None], ids=["products", "mixed", "padded", "grouped"])
 @pytest.mark.parametrize("n, changes, bias", [
     (9, {}, None), (1, {}, None), (33, dict(top_k=4, n_shared=2), None), (7, dict(n_shared=0), None), (9, {}, ONE_TAKES_ALL), (9, dict(top_k=4), ONE_IS_DEAD),
     (6, dict(n_routed=1), None), (5, dict(top_k=8), None), (8, dict(d_model=20, expert_d_ff=12, top_k=6), None), (5, dict(d_model=7, expert_d_ff=5), None)])
-def test_moe_equals_a_loop_over_tokens_in_output_and_every_gradient(n, changes, bias, branch):
-    if branch == "grouped" and changes.get("d_model", 4) % 4:
+def test_moe_equals_a_loop_over_tokens_in_output_and_every_gradient(n, changes, bias, product_cost):
+    if product_cost is None and changes.get("d_model", 4) % 4:
         pytest.skip("F.grouped_mm needs rows of 16 bytes; choose_branch asks")
     moe, x = loud_moe(n, bias=bias, **changes)
-    assert moe.experts.branch == "loop"
-    moe.experts.branch = branch
+    moe.experts.product_cost = product_cost
     mix = torch.randn(n, x.size(1))
     results = []
     for run in (moe, lambda x: plain_moe(moe, x)):
@@ -755,6 +756,13 @@ def test_moe_equals_a_loop_over_tokens_in_output_and_every_gradient(n, changes, 
     torch.testing.assert_close(results[0], results[1], rtol=2e-4, atol=2e-5)
     if bias is ONE_IS_DEAD:
         assert load[0, 1] == load[1, 3] == 0 and (results[0][-1][[1, 7]] == 0).all()       # of W2
+
+
+def test_capacity_is_the_cheapest_of_all():
+    for seed in range(20):
+        sizes, cost = [int(n) for n in np.random.default_rng(seed).geometric(0.02, 12) - 1], seed * 3
+        price = lambda c: 12 * c + sum(n - c + cost for n in sizes if n > c)
+        assert price(model_py.choose_capacity(sizes, cost)) == min(map(price, range(max(sizes) + 1)))
 
 
 def test_an_even_shift_of_the_bias_changes_nothing_and_the_gate_never_sees_it():
@@ -1473,7 +1481,148 @@ def test_first_commands_of_a_new_user(tmp_path):
 # evaluate
 # ----------------------------------------------------------------------------------------------------------
 
+def scorecard(folder):
+    """{check: row} of a folder's scorecard.json; the worst layer in a name is left out."""
+    rows = json.loads((folder / "scorecard.json").read_text(encoding="utf-8"))["checks"]
+    return {row["check"].strip().split(" (layer")[0]: row for row in rows}
+
+
+@pytest.fixture(scope="session")
+def judged(tiny, reference, tmp_path_factory):
+    """A copy of the finished tiny run with its scorecard, and what evaluate.py printed."""
+    out = tmp_path_factory.mktemp("judged") / "run"
+    shutil.copytree(reference, out)
+    code, text = call(evaluate, tiny, f"--out_dir={out}")
+    assert code == 0, text
+    return out, text
+
+
+def test_scorecard_agrees_with_training_and_with_sums_by_hand(judged, tiny, data, tok):
+    out, text = judged
+    card, best = scorecard(out), json.loads((out / "best.json").read_text(encoding="utf-8"))
+    ce = card["validation ce, nats per token"]["value"]
+    assert ce == pytest.approx(best["val_ce"], abs=1e-6)
+    assert card["perplexity = exp(ce)"]["value"] == pytest.approx(math.e ** ce)
+    val, train_tokens = TokenStream(data, "val", 32, 0), TokenStream(data, "train", 32, 0)
+    targets = val.batch(0, RUN["eval_tokens"] // 32)[1].flatten().tolist()
+    size = sum(len(tok.decode([i]).encode()) if len(tok.decode([i])) == 1 and ord(tok.decode([i])) < 128 else
+               len(tok.id_to_token(i)) for i in targets if i > 9)    # byte-level tokens: a character a byte
+    assert card["bits per byte"]["value"] == pytest.approx(ce * len(targets) / math.log(2) / size)
+    counts = np.bincount(train_tokens.tokens(0, train_tokens.n_tokens).numpy(), minlength=512) + 1.0
+    unigram = -np.mean([math.log(counts[i] / counts.sum()) for i in targets]) * len(targets) / math.log(2) / size
+    assert float(card["bits per byte"]["bar"].split()[1]) == pytest.approx(0.75 * unigram, abs=1e-3)
+    assert card["cached against full logits, largest difference"]["passed"] and card["weights not finite"]["passed"]
+
+
+def test_routing_and_ablation_are_measured_on_the_model(judged, data):
+    out, _ = judged
+    card, (model, _) = scorecard(out), model_py.load_checkpoint(model_py.find_checkpoint(None, out))
+    inputs, targets = TokenStream(data, "val", 32, 0).batch(0, RUN["eval_tokens"] // 32)
+    share = model(inputs, targets)["load"].double()
+    share /= share.sum(-1, keepdim=True)
+    assert card["largest load share"]["value"] == pytest.approx(share.max().item())
+    assert card["largest load / mean load"]["value"] == pytest.approx(4 * share.max().item())
+    assert card["largest load share"]["passed"] is None              # 0.20 cannot be asked of 4 experts
+    half = [(inputs[:4], targets[:4])]
+    for p, name in enumerate(("Sheldon", "Spock")):
+        for block in model.blocks:                                   # a population whose W2 is zero says nothing
+            block.moe.experts.w2.data[4 * p:4 * p + 4] *= 0
+        silent = mean_ce(model, half)
+        model, _ = model_py.load_checkpoint(model_py.find_checkpoint(None, out))
+        assert card[f"ce without {name}, rise"]["value"] == pytest.approx(silent - mean_ce(model, half), abs=1e-6)
+
+
+def rewrite(path, change):
+    """Change a checkpoint's content and give it a fitting hash file, as a fault of the trainer would."""
+    content = torch.load(path, weights_only=True)
+    change(content)
+    train.write_checkpoint(path, content)
+
+
+def test_a_bad_checkpoint_fails_its_checks(tiny, reference, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(reference, out)
+    def spoil(content):
+        content["model"]["blocks.0.moe.router.expert_bias"][0, 1] = 1e4                      # one expert takes everything
+        content["model"]["blocks.1.norm1.weight"][3] = math.nan
+    rewrite(model_py.find_checkpoint(None, out), spoil)
+    code, text = call(evaluate, tiny, f"--out_dir={out}", "--strict=True")
+    card = scorecard(out)
+    assert code == 1 and card["weights not finite"]["value"] == 1 and "blocks.1.norm1.weight" in text
+    assert not card["largest load / mean load"]["passed"] and card["dead experts"]["value"] >= 3
+    assert not card["validation ce, nats per token"]["passed"]
+
+
+def test_evaluation_refuses_what_does_not_belong_together(tiny, reference, odd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for argv, says in (((f"--out_dir={tmp_path / 'none'}",), "no checkpoint"),
+                       ((f"--checkpoint={tmp_path / 'x.pt'}",), "no checkpoint"),
+                       ((f"--out_dir={reference}", f"--data_dir={odd[0] / 'data'}"), "tokenizer")):
+        code, text = call(evaluate, tiny, *argv)
+        assert code == 2 and says in text and text.count("error:") == 1, text
+
 
 # ----------------------------------------------------------------------------------------------------------
 # sample
 # ----------------------------------------------------------------------------------------------------------
+
+def test_text_stream_joins_to_the_text(tok):
+    for text in EDGE:
+        stream, ids = sample.TextStream(tok), tokenizer.encode(tok, text)
+        assert "".join([*map(stream.push, ids), stream.close()]) == tokenizer.clean(text)
+    stream = sample.TextStream(tok)
+    first = tokenizer.encode(tok, "\U0001f600")[:1]                  # the model stops inside a character
+    assert (stream.push(first[0]) + stream.close()).encode("utf-8")
+
+
+def test_same_seed_same_text_and_temperature_0_needs_none(reference):
+    run = lambda *argv: call(sample, f"--out_dir={reference}", "--max_new_tokens=12", *argv)[1].split("parameters;")[1].split("tokens in")[0]
+    assert run("--seed=1") == run("--seed=1") != run("--seed=2")
+    assert run("--temperature=0", "--seed=1") == run("--temperature=0", "--seed=2") == run("--sample_top_k=1")
+    run("--temperature=1e-8"), run("--sample_top_k=100000"), run("--sample_top_k=0", "--sample_top_p=None"), run("--prompt=")
+
+
+def test_sampling_starts_with_the_prompt_and_ends_with_the_context_or_the_document(reference, tmp_path):
+    code, text = call(sample, f"--out_dir={reference}", "--prompt=import", "--max_new_tokens=1000")
+    assert code == 0 and "import" in text and ("context of 32 tokens is full" in text or "ended the document" in text)
+    out = tmp_path / "run"
+    shutil.copytree(reference, out)
+    def only_stop(content):                                          # every hidden state is near (1, 1, ...), and so is </s>
+        content["model"]["embedding.weight"][:] = 1
+        content["model"]["head.weight"][:] = torch.eye(512)[2][:, None]
+    rewrite(model_py.find_checkpoint(None, out), only_stop)
+    code, text = call(sample, f"--out_dir={out}", "--temperature=0")
+    assert code == 0 and "</s>" not in text and "0 tokens in" in text and "ended the document" in text
+
+
+@pytest.mark.parametrize("argv, says", [
+    (("--temperature=-1",), "temperature=-1.0 must not be negative"), (("--temperature=nan",), "temperature must be a number"),
+    (("--sample_top_k=-1",), "sample_top_k=-1"), (("--sample_top_p=0",), "sample_top_p=0.0"), (("--max_new_tokens=0",), "max_new_tokens=0"),
+    (("--prompt=" + "x = 1\n" * 50,), "the context is 32"), (("--top_k=5",), "top_k is a setting of")])
+def test_impossible_wishes_end_in_one_line(reference, argv, says):
+    code, text = call(sample, f"--out_dir={reference}", *argv)
+    assert code == 2 and says in text and text.count("error:") == 1, text
+
+
+def test_newest_run_and_best_checkpoint_are_found(reference, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(reference, tmp_path / "out" / "older")
+    shutil.copytree(reference, tmp_path / "out" / "newer")
+    for name, seconds in (("older", 1e9), ("newer", 2e9)):
+        for path in (tmp_path / "out" / name).glob("step_*.pt"):
+            os.utime(path, (seconds, seconds))
+    assert model_py.find_checkpoint(None, "out/cipher").parent.name == "newer"
+    best = json.loads((reference / "best.json").read_text(encoding="utf-8"))["file"]
+    assert model_py.find_checkpoint("out/older", "out/cipher") == Path("out/older") / best
+    (tmp_path / "out/older/best.json").unlink()
+    assert model_py.find_checkpoint(None, "out/older") == Path("out/older") / f"step_{STEPS:08d}.pt"
+
+
+def test_a_checkpoint_without_its_tokenizer_or_with_another_is_refused(reference, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(reference, out)
+    saved = json.loads((out / "tokenizer.json").read_text(encoding="utf-8"))
+    saved["model"]["merges"][:2] = saved["model"]["merges"][1::-1]
+    (out / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
+    code, text = call(sample, f"--out_dir={out}")
+    assert code == 2 and "not the tokenizer" in text
