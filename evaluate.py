@@ -3,7 +3,7 @@
     python evaluate.py                                  the newest run below out/, its best checkpoint
     python evaluate.py config/local_cpu.py --strict=True     exit code 1 if a check fails
 
-Reads the checkpoint and the validation shards of data_dir; writes scorecard.json beside the checkpoint.
+Reads the checkpoint and the shards it was trained on (data_dir, or the folder it names); writes scorecard.json beside the checkpoint.
 Losses are in nats per token; perplexity is exp of that; bits per byte compare models with other tokenizers.
 """
 import json
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import config
+from config import UserError
 from model import KVCache, P, autocast, choose_branch, find_checkpoint, load_checkpoint, mean_ce, pick_device
 from prepare import TokenStream, read_manifest
 from tokenizer import load_tokenizer, token_bytes
@@ -42,9 +43,20 @@ def check_weights(model) -> list:
              f"first: {broken[0]} - take an earlier checkpoint, train on with a lower lr" if broken else "")]
 
 
-def check_tokenizer(settings: dict, file: Path, manifest: dict) -> list:
+def find_data(settings: dict) -> str:
+    """data_dir, or the checkpoint's own where that alone was made with the checkpoint's tokenizer."""
+    for folder in (data_dir, settings["data_dir"]):
+        try:
+            if read_manifest(folder)["tokenizer_sha256"] == settings["tokenizer_sha256"]:
+                return folder
+        except UserError:
+            continue
+    return data_dir                                  # its own error is the one to show
+
+
+def check_tokenizer(settings: dict, file: Path, manifest: dict, folder: str) -> list:
     """The checkpoint, the data and the file beside the checkpoint must name one tokenizer."""
-    hashes = {settings["tokenizer_sha256"], manifest["tokenizer_sha256"], config.sha256_file(Path(data_dir) / "tokenizer.json")}
+    hashes = {settings["tokenizer_sha256"], manifest["tokenizer_sha256"], config.sha256_file(Path(folder) / "tokenizer.json")}
     if (beside := file.parent / "tokenizer.json").is_file():
         hashes.add(config.sha256_file(beside))
     return [("different tokenizers in use", len(hashes), "= 1", len(hashes) == 1, "evaluate with the data the checkpoint was trained on")]
@@ -86,7 +98,7 @@ def check_routing(model, windows, context) -> list:
         print(f"  {layer:<6}" + "".join(f"{share[layer, p].max():>12.3f} /{share[layer, p].min():>7.4f} /{entropy[layer, p]:>6.3f}{'':<26}" for p in range(P)))
     worst = share.flatten(1).amax(1).argmax().item()
     dead, largest = int((load == 0).sum()), share.max().item()
-    applies = 2 / E <= 0.20                          # with 8 experts an even share is 0.125: 0.20 would forbid what 2.5 allows
+    applies = 2.5 / E <= 0.20                        # with fewer experts 0.20 would forbid what 2.5 times the mean allows
     return [(f"largest load share (layer {worst})", largest, "< 0.2" if applies else f"none: even is {1 / E:.3f}",
              largest < 0.20 if applies else None, "raise bias_update_rate, or train longer before the cooldown"),
             ("largest load / mean load", E * largest, "< 2.5", E * largest < 2.5, "raise bias_update_rate"),
@@ -130,20 +142,22 @@ def main():
     file = find_checkpoint(checkpoint, out_dir)
     model, settings = load_checkpoint(file, place)
     choose_branch(model, place, number)
-    manifest = read_manifest(data_dir)
-    tok = load_tokenizer(Path(data_dir) / "tokenizer.json", settings["tokenizer_sha256"])
-    val, train = (TokenStream(data_dir, split, model.config.seq_len, 0) for split in ("val", "train"))
+    folder = find_data(settings)
+    manifest = read_manifest(folder)
+    tok = load_tokenizer(Path(folder) / "tokenizer.json", settings["tokenizer_sha256"])
+    val, train = (TokenStream(folder, split, model.config.seq_len, 0) for split in ("val", "train"))
     n = min(val.n_windows, max(1, eval_tokens // model.config.seq_len))
-    print(f"{file}: step {settings['step']}; {said}; {n * model.config.seq_len:,} validation tokens")
+    print(f"{file}: step {settings['step']}; {said}; {n * model.config.seq_len:,} validation tokens of {folder}")
 
     def windows(share=1.0):
         last = max(1, round(n * share))
         return (val.batch(first, min(batch_size, last - first)) for first in range(0, last, batch_size))
 
     context = autocast(place, number)
-    rows = check_weights(model) + check_tokenizer(settings, file, manifest) + check_loss(model, val, train, windows, context, tok)
+    rows = check_weights(model) + check_tokenizer(settings, file, manifest, folder) + check_loss(model, val, train, windows, context, tok)
     if model.config.n_routed:
         rows += check_routing(model, windows, context) + check_ablation(model, lambda: windows(0.5), context)
+    choose_branch(model, place, torch.float32)
     rows += check_generation(model, windows)
 
     print(f"\n  {'check':<48} {'value':>10}   {'bar':<18} verdict")

@@ -45,6 +45,7 @@ batch_size = 16          # sequences per micro-step and GPU
 grad_accum = 3           # micro-steps per optimizer step
 max_tokens = 100_000_000
 max_hours: float | None = None
+require_bf16 = False     # True: a GPU with BF16; the report reckons with it
 
 P = 2                    # populations
 
@@ -203,7 +204,7 @@ class Router(nn.Module):
         return self
 
     def forward(self, x, silence=None, renormalise=False):
-        """x [N, d_model] -> selected [N, P, k] (ids in 0 ... P*E-1), gate [N, P, k], load [P, E] int64, z-loss.
+        """x [N, d_model] -> logits [N, P, E], selected [N, P, k] (ids in 0 ... P*E-1), gate [N, P, k], load [P, E] int64.
 
         silence: a population whose gates become 0; renormalise: the others then sum to 1 again (for ablations).
         """
@@ -216,13 +217,12 @@ class Router(nn.Module):
                 gate = gate * (torch.arange(P, device=x.device) != silence)[:, None]
             total = affinity.gather(2, selected) if silence is not None and not renormalise else gate
             gate = gate / (total.sum((1, 2), keepdim=True) + 1e-20)
-            z = logits.logsumexp(-1).square().mean()            # ST-MoE, arXiv 2202.08906, eq. 5
         E = logits.size(2)
         selected = selected + torch.arange(0, P * E, E, device=x.device)[:, None]
         # scatter_add of whole numbers: exact in any order, and no bincount, which would break the compiled graph
         flat = selected.flatten()
         load = torch.zeros(P * E, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
-        return selected, gate, load.view(P, E), z
+        return logits, selected, gate, load.view(P, E)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -304,19 +304,27 @@ class BlockMM(torch.autograd.Function):
 def choose_capacity(sizes: list[int], product_cost: int) -> int:
     """Rows per expert for the batched product that cost least in all: padding, or further products of their own.
 
-    sizes: rows of each expert; product_cost: what starting one more product costs, in rows.
+    sizes: rows of each expert; product_cost: what starting one more product costs, in rows. 0 where there are few
+    rows (generation): a batched product would read every expert's weights for the handful that are used.
     """
-    def cost(capacity):
-        return capacity * len(sizes) + sum(n - capacity + product_cost for n in sizes if n > capacity)
-    return min({0, *sizes}, key=cost)
+    rows = sum(sizes)
+    if rows <= 2 * len(sizes):
+        return 0
+    best, cheapest, above = 0, rows + product_cost * sum(n > 0 for n in sizes), rows
+    for i, n in enumerate(sorted(sizes)):
+        more, above = len(sizes) - i - 1, above - n             # experts with more rows than n, and their rows
+        cost = n * len(sizes) + above - n * more + product_cost * more
+        if cost < cheapest:
+            best, cheapest = n, cost
+    return best
 
 
 class Experts(nn.Module):
     """One bank of both populations' SwiGLU experts: E_i(x) = W2_i (silu(W1_i x) * W3_i x).
 
     Two branches give the same numbers; choose_branch picks one for the device, once. F.grouped_mm: one kernel over
-    all experts, and the host reads nothing. Or BlockMM: the host reads the loads, once a layer, and balances padding
-    against the number of products by product_cost.
+    all experts, and the host reads nothing. Or BlockMM: the host reads the loads, once a layer (`plan`), and balances
+    padding against the number of products by product_cost.
     """
 
     def __init__(self, config: ModelConfig):
@@ -326,21 +334,35 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(n, config.d_model, config.expert_d_ff))
         self.product_cost = 256                     # rows; None: F.grouped_mm. 256 was best on two CPU cores
 
-    def forward(self, x, selected, gate, load):
+    def plan(self, load):
+        """BlockMM's capacity and the rows beyond it per expert, or None for F.grouped_mm; load [P, E]."""
+        if self.product_cost is None:
+            return None
+        sizes = load.flatten().tolist()             # the host waits here for the router
+        capacity = choose_capacity(sizes, self.product_cost)
+        return capacity, [max(0, n - capacity) for n in sizes]
+
+    def forward(self, x, selected, gate, load, plan):
         """x [N, d_model] -> [N, P, d_model], each population's gated sum over its chosen experts."""
         N, K, k = len(x), selected[0].numel(), selected.size(2)
         dtype, device = compute_dtype(x), x.device
+        if 4 * N * K <= len(self.w13) and not torch.is_grad_enabled():
+            # generation: copies of the few chosen weights; nothing is sorted, the host reads nothing
+            chosen = selected.flatten()
+            h = x.to(dtype).repeat_interleave(K, 0)[:, :, None]                                     # [S, d_model, 1]
+            a, b = torch.bmm(self.w13.index_select(0, chosen).to(dtype), h).chunk(2, 1)             # [S, F, 1] each
+            h = (F.silu(a) * b * gate.view(-1, 1, 1)).to(dtype)
+            return torch.bmm(self.w2.index_select(0, chosen).to(dtype), h).view(N, P, k, -1).sum(2)
         flat, load, gate = selected.flatten(), load.flatten(), gate.flatten()   # [S] token by token, [P*E], [S]
         row = flat.argsort(stable=True)                                         # [S] sorted by expert
         place, ends = torch.arange(len(row), device=device), load.cumsum(0)     # where each sorted row will lie
-        if self.product_cost is None:
+        if plan is None:
             gate = gate.index_select(0, row)
             inverse = torch.empty_like(row).scatter_(0, row, place)             # [S] the place of each (token, choice)
             linear = lambda h, w: F.grouped_mm(h, w.mT, offs=ends.to(torch.int32))
         else:
-            sizes = load.tolist()
-            capacity = choose_capacity(sizes, self.product_cost)
-            over, beyond = [max(0, n - capacity) for n in sizes], (load - capacity).clamp(min=0)
+            capacity, over = plan
+            beyond = (load - capacity).clamp(min=0)
             expert = flat.index_select(0, row)
             position = place - (ends - load).index_select(0, expert)            # within the expert
             first_over = len(load) * capacity + (beyond.cumsum(0) - beyond - capacity).index_select(0, expert)
@@ -399,14 +421,14 @@ class TwinMoE(nn.Module):
         self.experts = Experts(config) if config.n_routed else None
         self.checkpoint = config.checkpoint_moe
 
-    def feed_forward(self, x, selected=None, gate=None, load=None):
+    def feed_forward(self, x, *routed):
         """Everything behind the router, [N, d_model] -> y, ortho loss, overlap: the part that may be recomputed."""
         y, ortho, overlap = 0, x.new_zeros(()), x.new_zeros(())
         if self.shared_w13 is not None:
             a, b = self.shared_w13(x).chunk(2, -1)
             y = self.shared_w2(F.silu(a) * b)
         if self.router is not None:
-            sheldon, spock = self.experts(x, selected, gate, load).unbind(1)
+            sheldon, spock = self.experts(x, *routed).unbind(1)
             ortho, overlap = population_overlap(sheldon, spock)
             y = y + sheldon + spock
         return y, ortho, overlap
@@ -415,8 +437,9 @@ class TwinMoE(nn.Module):
         """x [N, d_model] -> y [N, d_model], z-loss, ortho loss, overlap, load [P, E]."""
         routed, load, z = (), torch.zeros(P, 0, dtype=torch.int64, device=x.device), x.new_zeros(())
         if self.router is not None:
-            selected, gate, load, z = self.router(x, **ablation)
-            routed = (selected, gate, load)
+            logits, selected, gate, load = self.router(x, **ablation)
+            z = logits.logsumexp(-1).square().mean()            # z-loss: ST-MoE, arXiv 2202.08906, eq. 5
+            routed = (selected, gate, load, self.experts.plan(load))
         if self.checkpoint and self.training and torch.is_grad_enabled():
             # The router stands outside: recomputed, it could choose others and would count the load twice.
             y, ortho, overlap = recompute(self.feed_forward, x, *routed, use_reentrant=False, preserve_rng_state=False)
@@ -750,13 +773,13 @@ def mean_ce(model: nn.Module, batches: Iterable, context=None, **ablation) -> fl
     """
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
-    total, n = torch.zeros((), dtype=torch.float64, device=device), 0
+    total, n = 0.0, 0
     for inputs, targets in batches:
         with context or nullcontext():
-            total += model(inputs.to(device), targets.to(device), **ablation)["ce"].double() * targets.numel()
+            total += model(inputs.to(device), targets.to(device), **ablation)["ce"].item() * targets.numel()
         n += targets.numel()
     model.train(was_training)
-    return (total / n).item()
+    return total / n
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -764,6 +787,18 @@ def mean_ce(model: nn.Module, batches: Iterable, context=None, **ablation) -> fl
 # ----------------------------------------------------------------------------------------------------------
 
 PEAK = {"H100": 989e12, "A100": 312e12}             # dense BF16 FLOP/s of the SXM cards, from NVIDIA's data sheets
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense BF16 FLOP/s of the card, or None where it is not known: no MFU is better than a wrong one."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    slower = any(word in name for word in ("PCIe", "NVL"))      # other clocks and fewer units under the same name
+    return next((flops for card, flops in PEAK.items() if card in name and not slower), None)
+
+
+def used_share(config: ModelConfig) -> float:
+    """The share of routed experts that works on one token."""
+    return config.top_k / (P * config.n_routed) if config.n_routed else 0.0
 
 
 def count_parameters(config: ModelConfig) -> dict:
@@ -776,9 +811,8 @@ def count_parameters(config: ModelConfig) -> dict:
                 else "attention" if "attention" in name else "router" if "router" in name
                 else "routed experts" if ".experts." in name else "shared experts")
         parts[part] += tensor.numel()
-    used = config.top_k / (P * config.n_routed) if config.n_routed else 0
     head = parts["LM head"] or parts["embedding"]
-    active = parts["attention"] + parts["router"] + parts["shared experts"] + head + round(parts["routed experts"] * used)
+    active = parts["attention"] + parts["router"] + parts["shared experts"] + head + round(parts["routed experts"] * used_share(config))
     return parts | dict(total=sum(parts.values()), active=active)
 
 
@@ -787,16 +821,23 @@ def flops_per_token(config: ModelConfig, length: int | None = None) -> float:
     return 6 * count_parameters(config)["active"] + 6 * config.n_layers * config.n_heads * config.head_dim * (length or config.seq_len)
 
 
-def activation_bytes_per_token(config: ModelConfig, wide: int) -> int:
-    """Bytes kept for the backward pass per token, from the tensors each part saves; wide: bytes of the compute dtype."""
-    d, hidden = config.d_model, config.expert_d_ff
-    heads = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-    attention = 4 * 3 * d + wide * (d + 2 * heads + config.n_heads * config.head_dim * 2) + 4 * 2 * heads
-    shared = wide * (d + 5 * config.n_shared * hidden)
-    routed = (wide * config.top_k * (2 * d + 5 * hidden) + 4 * 6 * d + 4 * 3 * P * config.n_routed) if config.n_routed else 0
-    per_layer = attention + 4 * 2 * d + (wide * d if config.checkpoint_moe else shared + routed)
-    drop = 2 * d if config.dropout else 0           # masks, a byte each
-    return config.n_layers * (per_layer + drop) + 4 * 3 * d
+def activation_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Bytes that one more token makes autograd keep in a layer for the backward pass, counted on a real layer here."""
+    small = ModelConfig(**asdict(config) | dict(n_layers=1, vocab_size=8, seq_len=48))
+    model, kept = Cipher(small).train(), []
+    for part in model.modules():
+        if isinstance(part, Experts):
+            part.product_cost = 0                   # no padding: F.grouped_mm keeps as much
+    for tokens in (16, 48):                         # the difference leaves out weights and their copies
+        storages = {}
+        def keep(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor      # alive: no address twice
+            return tensor
+        x = torch.randn(1, tokens, config.d_model, requires_grad=True) * 1
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), dtype):
+            model.blocks[0](x, model.rope[:, :tokens])
+        kept.append(sum(size for size, _ in storages.values()))
+    return (kept[1] - kept[0]) / 32
 
 
 def main():
@@ -812,18 +853,20 @@ def main():
           f"{max_tokens:,} tokens are {math.ceil(max_tokens / per_step):,} steps")
 
     micro, gib = batch_size * seq_len, 2 ** 30
+    wide = torch.bfloat16 if require_bf16 else torch.float32
+    layer = activation_bytes_per_token(cfg, wide)
+    chunk = min(micro * vocab_size, 1 << 27 if require_bf16 else 1 << 22)       # as in head_loss
     memory = {"weights, gradients and Adam moments in FP32": 16 * parts["total"],
-              "BF16 copies of the weights": 2 * parts["total"],
-              f"activations of {micro:,} tokens": activation_bytes_per_token(cfg, 2) * micro,
-              "logits of one chunk, and the head's gradient": 10 * min(1 << 27, micro * vocab_size) + 4 * vocab_size * d_model}
-    print("\ntraining memory with BF16 autocast (an estimate by arithmetic)")
+              "BF16 copies of the weights": 2 * parts["total"] * require_bf16,
+              f"activations of {micro:,} tokens": micro * (n_layers * layer + 4 * 3 * d_model),
+              "logits of one chunk, and the head's gradient": 10 * chunk + 4 * vocab_size * d_model}
+    print(f"\ntraining memory in {'BF16 autocast' if require_bf16 else 'FP32'} (arithmetic; activations counted on one layer)")
     for name, n in memory.items():
         print(f"  {name:<45} {n / gib:>8.2f} GiB")
     print(f"  {'together':<45} {sum(memory.values()) / gib:>8.2f} GiB")
-    if cfg.n_routed:
-        other = activation_bytes_per_token(ModelConfig(**asdict(cfg) | dict(checkpoint_moe=not checkpoint_moe)), 2) * micro / gib
-        print(f"  with checkpoint_moe={not checkpoint_moe} the activations would be {other:.2f} GiB; recomputing the experts costs about "
-              f"{2 * (parts['shared experts'] + parts['routed experts'] * top_k / (P * n_routed)) / flops:.0%} more FLOPs")
+    other = activation_bytes_per_token(ModelConfig(**asdict(cfg) | dict(checkpoint_moe=not checkpoint_moe)), wide)
+    print(f"  with checkpoint_moe={not checkpoint_moe} the activations would be {micro * (n_layers * other + 12 * d_model) / gib:.2f} GiB; "
+          f"recomputing the experts costs about {2 * (parts['shared experts'] + parts['routed experts'] * used_share(cfg)) / flops:.0%} more FLOPs")
     print(f"checkpoint on disk: {12 * parts['total'] / 1e9:.2f} GB (weights and two moments in FP32)")
 
     print("\nwhat the hardware allows (limits by arithmetic, not measurements)")

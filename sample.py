@@ -4,8 +4,8 @@
     python sample.py config/local_cpu.py --prompt="def fib(n):" --temperature=0.6
     python sample.py --checkpoint=out/cloud_h100/step_00012000.pt --max_new_tokens=500
 
-Reads the checkpoint (its hash is checked, weights alone are loaded) and the tokenizer.json beside it. Runs in
-FP32 on a small GPU or the CPU. The text goes to standard output, everything else to standard error.
+Reads the checkpoint (its hash is checked, weights alone are loaded) and the tokenizer.json beside it. Runs in FP32 on the
+CPU or a small GPU, in BF16 where the GPU has it. The text goes to standard output, everything else to standard error.
 """
 import codecs
 import sys

@@ -8,6 +8,7 @@ Reads data_dir (prepare.py). Writes into out_dir: config.json, tokenizer.json, m
 step_*.pt with their .sha256, best.json, and done.json at the end. Starting again resumes from the newest valid
 checkpoint and is, on the CPU, bit for bit the uninterrupted run. Ctrl-C or SIGTERM: finish the step, save, exit 0.
 """
+import errno
 import json
 import math
 import os
@@ -23,8 +24,8 @@ from tqdm import tqdm
 
 import config
 from config import UserError
-from model import (PEAK, Cipher, architecture, autocast, choose_branch, count_parameters, flops_per_token, head_loss,
-                   list_checkpoints, mean_ce, parameter_groups, pick_device, read_checkpoint)
+from model import (Cipher, architecture, autocast, choose_branch, count_parameters, flops_per_token, head_loss,
+                   list_checkpoints, mean_ce, parameter_groups, peak_flops, pick_device, read_checkpoint)
 from prepare import TokenStream, read_manifest
 from tokenizer import load_tokenizer
 
@@ -156,7 +157,7 @@ def try_compile(model: Cipher, place: torch.device, number: torch.dtype) -> str:
     Without F.grouped_mm the experts' shapes follow the routing, so that only attention is compiled. Changes no
     weight and leaves no gradient; random numbers are drawn (seed afterwards).
     """
-    grouped = all(block.moe.experts is None or block.moe.experts.branch == "grouped" for block in model.blocks)
+    grouped = all(block.moe.experts is None or block.moe.experts.product_cost is None for block in model.blocks)
     parts = [block if grouped else block.attention for block in model.blocks]
     started = time.monotonic()
     try:
@@ -200,17 +201,20 @@ def print_benchmark(model: Cipher, optimizer, place: torch.device, number: torch
             y.backward(torch.ones_like(y))
         return work
 
+    micro_step(model, inputs, targets, place, number)           # Adam's moments must be there when memory peaks
+    optimizer.step()
     whole = seconds(lambda: micro_step(model, inputs, targets, place, number))
     parts = {"attention": n_layers * seconds(backward(lambda: block.attention(block.norm1(x), model.rope)))}
     if n_routed:
-        parts["router"] = n_layers * seconds(backward(lambda: block.moe.router(flat)[1].sum() + block.moe.router(flat)[3])) / 2
+        parts["router"] = n_layers * seconds(backward(lambda: block.moe.router(flat)[2].sum((1, 2))))      # of the gates
     parts["experts"] = n_layers * seconds(backward(lambda: block.moe(flat)[0])) - parts.get("router", 0)
     parts["head and loss"] = seconds(backward(lambda: head_loss(flat, weight, targets.flatten())))
     parts = {name: grad_accum * s for name, s in parts.items()}
     parts["optimizer"] = seconds(optimizer.step)
     step = grad_accum * whole + parts["optimizer"]
     parts["embedding, norms, residuals, the rest"] = step - sum(parts.values())
-    print(f"\n  {'part':<40} {'ms a step':>10} {'share':>7}" + ("   (parts are timed uncompiled, the step compiled)" if compile else ""))
+    print(f"\n  {'part':<40} {'ms a step':>10} {'share':>7}" + (
+        "   (parts are timed one by one; compiled in the step alone, they can exceed it)" if compile else ""))
     for name, s in parts.items():
         print(f"  {name:<40} {1000 * s:>10.1f} {s / step:>7.1%}")
     rate = batch_size * grad_accum * seq_len / step
@@ -259,8 +263,11 @@ def rng_state() -> dict:
 
 def set_rng_state(state: dict) -> None:
     torch.set_rng_state(state["torch"].cpu())
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+    if torch.cuda.is_available():
+        if len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+        else:
+            print("the GPUs are not as many as at the checkpoint: dropout goes on with other random numbers")
     np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], np.uint32), *state["numpy"][2:]))
     random.setstate(state["python"])
 
@@ -270,7 +277,10 @@ def write_checkpoint(path: Path, state: dict) -> None:
     aside = Path(f"{path}.tmp")
     try:
         with open(aside, "wb") as file:
-            torch.save(state, file)
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:           # how torch reports a write that failed, on a full disk above all
+                raise OSError(errno.ENOSPC, "could not be written whole, is the disk full?", str(path)) from error
             file.flush()
             os.fsync(file.fileno())
         config.write_text(f"{path}.sha256", f"{config.sha256_file(aside)}  {path.name}\n")   # as sha256sum -c reads it
@@ -324,12 +334,12 @@ class Interrupted(Exception):
 
 def build(cfg, place: torch.device, number: torch.dtype):
     """Return (model, optimizer, how it runs, in words). FP32 weights, whatever the arithmetic."""
-    torch.set_float32_matmul_precision("high")
-    model = Cipher(cfg).to(place)
+    with torch.device(place):
+        model = Cipher(cfg)
     how = choose_branch(model, place, number)
     if compile:
         how += "; " + try_compile(model, place, number)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)                         # after trying, which draws random numbers
     model.init_weights()
     return model, torch.optim.AdamW(parameter_groups(model, weight_decay), lr=lr, betas=(0.9, 0.95), fused=True), how
 
@@ -341,19 +351,19 @@ def main():
     out = Path(out_dir)
     place, number, said = pick_device(device, dtype)
     flops = flops_per_token(cfg)
-    peak = next((flop for card, flop in PEAK.items() if place.type == "cuda" and card in torch.cuda.get_device_name(place)), None)
+    peak = peak_flops(place)
     if benchmark:
         model, optimizer, how = build(cfg, place, number)
         print(f"{said}; {how}")
         return print_benchmark(model, optimizer, place, number, flops, peak)
+    if list_checkpoints(out) and not resume:
+        raise UserError(f"{out}: holds a run already - leave out --resume=False to continue it, or choose another --out_dir")
     if (out / "done.json").exists():
         before_cooldown = json.loads((out / "done.json").read_text(encoding="utf-8")).get("before_cooldown")
         print(f"{out}: this run is finished. Next: python sample.py --out_dir={out}" + (
-            f". To train longer, copy {before_cooldown} and its .sha256 into a new folder and set --out_dir and --max_tokens" if before_cooldown else ""))
+            f". To train longer, copy {before_cooldown} and its .sha256 into a new folder and set --out_dir and a larger --max_tokens (and --max_hours, which counts the hours before)" if before_cooldown else ""))
         return
     check_device(place, number, said, flops)
-    if list_checkpoints(out) and not resume:
-        raise UserError(f"{out}: holds a run already - leave out --resume=False to continue it, or choose another --out_dir")
 
     # data
     train, val = TokenStream(data_dir, "train", seq_len, seed), TokenStream(data_dir, "val", seq_len, 0)
@@ -372,17 +382,27 @@ def main():
     model, optimizer, how = build(cfg, place, number)
 
     # state, all of it in the checkpoint
-    state = dict(step=0, tokens=0, hours=0.0, last_eval=-1, val_ce=None, best_val_ce=None, before_cooldown=None,
+    state = dict(step=0, tokens=0, hours=0.0, last_eval=-1, val_ce=None, best_val_ce=math.inf, before_cooldown=None,
                  eval_seconds=0.0, save_seconds=0.0)            # the longest so far; the end of the budget is kept for both
     path, before = newest_valid(out)
     if before is not None:
         check_same_run(path, before, settings, hashes)
         model.load_state_dict(before["model"])
         optimizer.load_state_dict(before["optimizer"])
+        for group, own in zip(optimizer.param_groups, parameter_groups(model, weight_decay)):
+            group["weight_decay"] = own["weight_decay"]         # as given now, like lr below
         set_rng_state(before["rng"])
         state = {name: before[name] for name in state}
         print(f"resumed from {path}: step {state['step']}, {state['tokens']:,} tokens, {state['hours'] * 60:.1f} minutes of training")
     del before
+
+    best = dict(file=None, step=None, val_ce=math.inf)          # as in best.json
+    try:
+        read = json.loads((out / "best.json").read_text(encoding="utf-8"))
+        if (out / str(read["file"])).is_file():
+            best = {name: read[name] for name in best}
+    except (OSError, ValueError, TypeError, KeyError):          # none yet, or not readable: the next best is written anew
+        pass
 
     out.mkdir(parents=True, exist_ok=True)
     for leftover in out.glob("*.tmp"):
@@ -400,6 +420,8 @@ def main():
     planned_steps = math.ceil(max_tokens / tokens_per_step)
     parts = count_parameters(cfg)
     n_val = min(val.n_windows, eval_tokens // seq_len)
+    if compile and n_val > batch_size:
+        n_val -= n_val % batch_size                 # a last batch of another shape would be compiled for itself
     print(f"{said}; {how}")
     print(f"model: {parts['total'] / 1e6:.1f}M parameters, {parts['active'] / 1e6:.1f}M active; {flops / 1e6:,.1f} MFLOP per token")
     print(f"step: {batch_size} sequences x {grad_accum} micro-steps x {seq_len} tokens = {tokens_per_step:,} tokens; "
@@ -427,6 +449,10 @@ def main():
         by_hours = clock() / max(1e-9, max_hours - reserve) if max_hours else 0.0
         return max(state["tokens"] / max_tokens, by_hours)
 
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+        """Copy without waiting: from pageable memory the host would wait for all the GPU has still to do."""
+        return (tensor.pin_memory() if place.type == "cuda" else tensor).to(place, non_blocking=True)
+
     def write_metrics(row: dict) -> None:
         """One line of JSON, which knows no NaN: such a figure becomes null."""
         metrics.write(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n")
@@ -440,7 +466,7 @@ def main():
     def save() -> None:
         """Save at this step, unless it is there; a failure is loud and costs nothing that was there."""
         nonlocal saved_at
-        target, best = out / f"step_{state['step']:08d}.pt", out / "best.json"
+        target = out / f"step_{state['step']:08d}.pt"
         state["hours"] = clock()
         try:
             if not target.exists():
@@ -452,12 +478,11 @@ def main():
             saved_at = time.monotonic() + 60 - checkpoint_minutes * 60
             return
         saved_at = time.monotonic()
-        if state["last_eval"] == state["step"]:
-            known = json.loads(best.read_text(encoding="utf-8"))["val_ce"] if best.exists() else math.inf
-            if state["val_ce"] < known:
-                config.write_text(best, json.dumps(dict(file=target.name, step=state["step"], val_ce=state["val_ce"])) + "\n")
+        if state["last_eval"] == state["step"] and state["val_ce"] < best["val_ce"]:
+            best.update(file=target.name, step=state["step"], val_ce=state["val_ce"])
+            config.write_text(out / "best.json", json.dumps(best) + "\n")
         if keep_checkpoints is not None:
-            spared = {target.name, json.loads(best.read_text(encoding="utf-8"))["file"] if best.exists() else None, state["before_cooldown"]}
+            spared = {target.name, best["file"], state["before_cooldown"]}
             for old in list_checkpoints(out)[:-keep_checkpoints]:
                 if old.name not in spared:
                     old.unlink()
@@ -477,11 +502,11 @@ def main():
             try:
                 state["val_ce"] = mean_ce(model, val_batches(), autocast(place, number))
                 state["last_eval"] = state["step"]
-                new_best = state["best_val_ce"] is None or state["val_ce"] < state["best_val_ce"]
-                if new_best:
-                    state["best_val_ce"] = state["val_ce"]
+                new_best = state["val_ce"] < best["val_ce"]     # than the best that is saved
+                best_so_far = state["val_ce"] < state["best_val_ce"]
+                state["best_val_ce"] = min(state["best_val_ce"], state["val_ce"])
                 write_metrics(dict(step=state["step"], tokens=state["tokens"], val_ce=state["val_ce"]))
-                say(f"{state['step']:>7} {state['tokens']:>12,} validation ce {state['val_ce']:.4f}" + (", the best so far" if new_best else ""))
+                say(f"{state['step']:>7} {state['tokens']:>12,} validation ce {state['val_ce']:.4f}" + (", the best so far" if best_so_far else ""))
             except Interrupted:
                 finished = False                    # the evaluation is done again at resume
             state["eval_seconds"] = max(state["eval_seconds"], time.monotonic() - began)
@@ -506,7 +531,7 @@ def main():
         sums, load = torch.zeros(4, device=place), 0
         window = state["tokens"] // seq_len
         for micro in range(grad_accum):
-            inputs, targets = (t.to(place) for t in train.batch(window + micro * batch_size, batch_size))
+            inputs, targets = (to_device(t) for t in train.batch(window + micro * batch_size, batch_size))
             with autocast(place, number):
                 result = model(inputs, targets)
             (total_loss(result) / grad_accum).backward()
@@ -556,8 +581,8 @@ def main():
     if not finished:
         print(f"stopped at step {state['step']}, {progress:.0%} of the budget; saved. Start again to go on: {again}")
         return
-    summary = dict(step=state["step"], tokens=state["tokens"], hours=state["hours"], val_ce=state["val_ce"], best=json.loads(
-        (out / "best.json").read_text(encoding="utf-8")), before_cooldown=state["before_cooldown"])
+    summary = dict(step=state["step"], tokens=state["tokens"], hours=state["hours"], val_ce=state["val_ce"], best=best,
+                   before_cooldown=state["before_cooldown"])
     config.write_text(out / "done.json", json.dumps(summary, indent=1) + "\n")
     print(f"finished: {state['step']} steps, {state['tokens']:,} tokens in {state['hours'] * 60:.1f} minutes; validation ce {state['val_ce']:.4f} nats "
           f"per token, best {summary['best']['val_ce']:.4f} ({summary['best']['file']})")
