@@ -1,7 +1,7 @@
 # The plan's large model on one rented H100 80 GB: 636.7M parameters, 72.6M active.
 #
 # Not yet run on a GPU; figures are limits and estimates (python model.py config/cloud_600m.py prints them).
-# Memory: about 26 GiB of 80 with micro-steps of 16 sequences. At 10 % of the H100's peak it would train 193,000
+# Memory: about 19 GiB of 80 with micro-steps of 16 sequences. At 10 % of the H100's peak it would train 193,000
 # tokens/s. 7.6 GB a checkpoint: mind the disk, or set keep_checkpoints.
 out_dir = "out/cloud_600m"
 
@@ -25,3 +25,4 @@ batch_size = 16              # 98,304 tokens a step in 3 micro-steps
 grad_accum = 3
 lr = 3e-4
 require_bf16 = True
+compile = True               # falls back to eager mode by itself

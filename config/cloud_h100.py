@@ -1,7 +1,7 @@
 # The plan's model on one rented H100 80 GB: 197.5M parameters, 39.2M active.
 #
 # Not yet run on a GPU; figures are limits and estimates (python model.py config/cloud_h100.py prints them).
-# Memory: about 16 GiB of 80 with micro-steps of 16 sequences. At 10 % of the H100's peak it would train 318,000
+# Memory: about 11 GiB of 80 with micro-steps of 16 sequences. At 10 % of the H100's peak it would train 318,000
 # tokens/s, so 7.5 hours would buy 8.6 G tokens: it is the text that is short, not the time. Prepare at least a
 # quarter of max_tokens (train.py refuses more than max_passes over it). 2.4 GB a checkpoint.
 out_dir = "out/cloud_h100"
@@ -26,3 +26,4 @@ batch_size = 16              # 98,304 tokens a step in 3 micro-steps
 grad_accum = 3
 lr = 3e-4
 require_bf16 = True
+compile = True               # falls back to eager mode by itself

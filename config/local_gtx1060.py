@@ -1,9 +1,9 @@
 # A GTX 1060 6 GB (Pascal) or another small GPU, FP32. Pascal needs PyTorch's CUDA 12.6 wheels, below 2.15:
 #     pip install "torch>=2.10,<2.15" --index-url https://download.pytorch.org/whl/cu126
 #
-# Nothing here was run on that card. By arithmetic (python model.py config/local_gtx1060.py): 15.9M parameters,
-# 6.3M active, under 2 GB of its memory; 4.4 FP32 TFLOP/s at most (NVIDIA's data sheet) allow about 98,000
-# tokens/s, so a tenth of that, 10,000 tokens/s, would take 20 minutes.
+# Nothing here was run on that card. By arithmetic (python model.py config/local_gtx1060.py): 13.9M parameters,
+# 5.7M active, about 1 GB of its memory; 4.4 FP32 TFLOP/s at most (NVIDIA's data sheet) allow about 114,000
+# tokens/s, so a tenth of that, 11,000 tokens/s, would take 18 minutes.
 data_dir = "data/local_cpu"
 out_dir = "out/local_gtx1060"
 
