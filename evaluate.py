@@ -138,6 +138,8 @@ def check_generation(model, windows) -> list:
 
 def main():
     config.override(globals())
+    if min(batch_size, eval_tokens) < 1:
+        raise UserError(f"batch_size={batch_size} and eval_tokens={eval_tokens} must be 1 or more")
     place, number, said = pick_device(device, dtype)
     file = find_checkpoint(checkpoint, out_dir)
     model, settings = load_checkpoint(file, place)

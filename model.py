@@ -11,6 +11,7 @@ F expert_d_ff, V vocabulary, L layers. The model width is written out: d_model.
 """
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -72,6 +73,9 @@ class ModelConfig:
         least = dict.fromkeys(("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "expert_d_ff", "seq_len"), 1)
         mistakes = [f"{name}={getattr(self, name)} must be {low} or more" for name, low in (least | dict(n_routed=0, n_shared=0)).items()
                     if getattr(self, name) < low]
+        mistakes += [f"{name}={getattr(self, name):,} is beyond all hardware" for name in (*least, "n_routed", "n_shared") if getattr(self, name) > 1 << 20]
+        if self.n_layers > 1000:
+            mistakes.append(f"n_layers={self.n_layers:,} must be at most 1,000")
         if self.n_kv_heads > 0 and self.n_heads % self.n_kv_heads:
             mistakes.append(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
         if self.head_dim % 2:
@@ -638,7 +642,7 @@ class Cipher(nn.Module):
 def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """Choose an id per row of logits [B, V]: the largest at temperature 0, else a draw from the top_k likeliest
     (None or 0: all) and among them the fewest that together reach probability top_p (None: all) -> [B]."""
-    if temperature == 0:
+    if temperature < 1e-6:                          # the same choice, without an overflow
         return logits.argmax(-1)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature            # shifted first: a tiny temperature cannot overflow
     if top_k:
@@ -683,6 +687,7 @@ def pick_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, str
             why = " (PyTorch sees no GPU)"
     try:
         place = torch.device(device)
+        assert place.type in ("cpu", "cuda", "mps"), "not one of cpu, cuda, mps"
         torch.ones(1, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"device={device}: not usable here ({str(error).splitlines()[0]}) - try --device=auto") from None
@@ -701,7 +706,7 @@ def autocast(device: torch.device, dtype: torch.dtype):
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
     """Checkpoints of a run, oldest step first (by number: file times lie after a copy)."""
-    return sorted((p for p in Path(folder).glob("step_*.pt") if p.stem[5:].isdigit()), key=lambda p: int(p.stem[5:]))
+    return sorted((p for p in Path(folder).glob("step_*.pt") if re.fullmatch("[0-9]+", p.stem[5:]) and p.is_file()), key=lambda p: int(p.stem[5:]))
 
 
 def find_checkpoint(checkpoint: str | None, out_dir: str | Path) -> Path:
@@ -740,14 +745,17 @@ def read_checkpoint(path: str | Path, device="cpu", mmap=False) -> dict:
         raise UserError(f"{path}: no such checkpoint")
     if not side.is_file():
         raise UserError(f"{path}: its hash file {side.name} is missing - copy it from the training machine too")
-    if settings_rule.sha256_file(path) != side.read_text(encoding="utf-8").split(" ")[0]:
+    if settings_rule.sha256_file(path).encode() != side.read_bytes()[:64]:
         raise UserError(f"{path}: damaged (its SHA-256 is not the one in {side.name}) - copy it again or take another checkpoint")
     try:
         state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
-        if not {"model", "settings", "step", "tokenizer_sha256"} <= state.keys():
-            raise ValueError("parts are missing")
+        if missing := {"model", "settings", "step", "tokenizer_sha256"} - state.keys():
+            raise ValueError(f"without {', '.join(sorted(missing))}")
+        architecture(state["settings"]), Path(state["settings"]["data_dir"]), state["step"] + 1, state["tokenizer_sha256"] + ""
+        if wrong := [name for name, tensor in state["model"].items() if tensor.dtype != torch.float32]:
+            raise ValueError(f"{wrong[0]} is not FP32")
     except Exception as error:                      # unpickling a foreign file can raise nearly anything
-        raise UserError(f"{path}: not a checkpoint of Cipher ({str(error).splitlines()[0][:100]})") from None
+        raise UserError(f"{path}: not a checkpoint of Cipher ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]})") from None
     return state
 
 
@@ -842,6 +850,8 @@ def activation_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> float
 
 def main():
     settings = settings_rule.override(globals())
+    if min(batch_size, grad_accum, max_tokens) < 1 or (max_hours or 1) <= 0:
+        raise UserError(f"batch_size={batch_size}, grad_accum={grad_accum}, max_tokens={max_tokens} and max_hours={max_hours} must be positive")
     cfg = architecture(settings)
     parts = count_parameters(cfg)
     print("\nparameters")
@@ -880,7 +890,9 @@ def main():
     data_tokens = None
     try:
         data_tokens = json.loads((Path(data_dir) / "manifest.json").read_text(encoding="utf-8"))["splits"]["train"]["tokens"]
-    except (OSError, ValueError, KeyError):
+        data_tokens > 0
+    except (OSError, ValueError, KeyError, TypeError):
+        data_tokens = None
         print(f"\nno prepared data in {data_dir}: passes over it are not known")
     if data_tokens:
         passes = max_tokens / data_tokens

@@ -12,6 +12,7 @@ Writes into data_dir: tokenizer.json, tokenizer_report.json, train_*.pt and val_
 every document as `<s> tokens </s>`) and, last, manifest.json. Everything is built in data_dir/.building and
 moved when it is whole. The same input gives the same bytes. TokenStream, at the end, reads what this writes.
 """
+import errno
 import glob
 import gzip
 import hashlib
@@ -48,6 +49,8 @@ overwrite = False                       # True: replace what is prepared in data
 FORMAT = 1                              # version of the manifest
 MAX_DOCUMENT = 64 << 20                 # bytes; a document is held in memory, so a larger one is dropped
 BATCH_DOCUMENTS, BATCH_CHARS = 64, 1 << 22  # one encode_batch call: larger ones hold all their encodings at once
+SHARD = re.compile(r"(train|val)_\d{5}\.pt")
+OURS = re.compile(SHARD.pattern + r"|tokenizer\.json|step_\d+\.pt")       # what must not be overwritten unasked
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 
 
@@ -94,20 +97,12 @@ def find_files(where: str) -> tuple[Path, Iterator[Path]]:
 
 
 def walk(folder: Path, skipped: set = frozenset()) -> Iterator[Path]:
-    """Yield the files below a folder in sorted order, hidden ones and caches left out."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        yield folder                                # reading it as a file fails and is counted there
-        return
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            if entry.name not in SKIPPED_FOLDERS | skipped:
-                yield from walk(Path(entry.path), skipped)
-        elif not os.path.isdir(entry.path):         # not entry.is_dir(): it raises on a link to itself
-            yield Path(entry.path)
+    """Yield the files below a folder in a fixed order, hidden ones and caches left out."""
+    closed = []                                     # folders that may not be read: as files they are counted unreadable
+    for here, folders, files in os.walk(folder, onerror=lambda error: closed.append(error.filename)):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS | skipped)
+        yield from (Path(here, name) for name in sorted(files) if not name.startswith("."))
+    yield from map(Path, closed)
 
 
 def read_documents(path: Path, group: str | None) -> Iterator[tuple[bytes | str | None, str | None, str | None]]:
@@ -181,8 +176,8 @@ def content_digest(text: str) -> bytes:
     return hashlib.sha256(" ".join(text.split()).encode("utf-8")).digest()[:16]
 
 
-def curate(named: dict[str, str], spool, report) -> tuple[np.ndarray, Counter]:
-    """Write the documents to keep into the spool, a JSON line [source number, text] each.
+def curate(named: dict[str, str], own: Path, spool, report) -> tuple[np.ndarray, Counter]:
+    """Write the documents to keep into the spool, a JSON line [source number, text] each; what lies in own is left out.
 
     Returns a record per document (hash of its group, hash of its content, bytes) and the dropped ones by reason.
     A copy is dropped wherever it lies; the first in the order of sources and paths stays.
@@ -193,6 +188,8 @@ def curate(named: dict[str, str], spool, report) -> tuple[np.ndarray, Counter]:
     for number, (name, where) in enumerate(named.items()):
         root, files = find_files(where)
         for path in files:
+            if own in path.absolute().parents:      # data_dir inside a source: what we wrote ourselves is no corpus
+                continue
             parts = path.relative_to(root).parts
             group = Path(parts[0]).stem if len(parts) == 1 else parts[0]
             for raw, group, reason in read_documents(path, group):
@@ -215,7 +212,7 @@ def curate(named: dict[str, str], spool, report) -> tuple[np.ndarray, Counter]:
                         report(f"  {reason}: {path}")
                     continue
                 seen.add(digest)
-                group = digest if group is None else os.fsencode(f"{name}/{group}")
+                group = digest if group is None else f"{name}/{group}".encode("utf-8", "surrogatepass")
                 groups.append(int.from_bytes(hashlib.sha256(group).digest()[:8], "little"))
                 contents.append(int.from_bytes(digest[:8], "little"))
                 data = text.encode("utf-8")
@@ -256,6 +253,20 @@ def choose_validation(records: np.ndarray, fraction: float, report) -> np.ndarra
 # Shards
 # ----------------------------------------------------------------------------------------------------------
 
+def save_synced(content, path: Path) -> None:
+    """torch.save to the disk itself. OSError if it could not be written, which torch reports in words of its own.
+
+    Through an open file: given a path, torch writes the file's name into it, and equal contents differ.
+    """
+    with open(path, "wb") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            raise OSError(errno.ENOSPC, "could not be written whole, is the disk full?", str(path)) from error
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class ShardWriter:
     """Cut a stream of token arrays into files of shard_tokens tokens and keep the account for the manifest."""
 
@@ -277,10 +288,7 @@ class ShardWriter:
         joined = np.concatenate(self.pending)
         self.pending, self.n_pending = [joined[n_tokens:]], len(joined) - n_tokens
         path = self.folder / f"{self.split}_{len(self.account['shards']):05d}.pt"
-        with open(path, "wb") as file:              # a file object: given a path, torch writes the name into the file
-            torch.save(torch.from_numpy(joined[:n_tokens]).clone(), file)   # a slice would save its whole buffer
-            file.flush()
-            os.fsync(file.fileno())
+        save_synced(torch.from_numpy(joined[:n_tokens]).clone(), path)       # a slice would save its whole buffer
         self.account["tokens"] += n_tokens
         self.account["shards"].append(dict(file=path.name, tokens=n_tokens, sha256=config.sha256_file(path)))
 
@@ -356,7 +364,11 @@ def read_manifest(data_dir: str | Path) -> dict:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["version"] != FORMAT:
             raise UserError(f"{path}: made by another version of prepare.py - run prepare.py again")
-    except (ValueError, TypeError, KeyError):
+        for split in ("train", "val"):              # the parts every reader relies on
+            for shard in manifest["splits"][split]["shards"]:
+                shard["file"] + shard["sha256"], shard["tokens"] + manifest["splits"][split]["tokens"] + manifest["vocab_size"]
+        manifest["tokenizer_sha256"] + manifest["corpus_sha256"], manifest["settings"].get("sources"), manifest["sources"].items()
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"{path}: damaged - run prepare.py again with --overwrite=True") from None
     return manifest
 
@@ -385,6 +397,23 @@ def print_summary(manifest: dict) -> None:
     print("  dropped:", ", ".join(f"{n:,} {reason}" for reason, n in manifest["dropped"].items()) or "nothing")
 
 
+def move_into_place(building: Path, folder: Path) -> None:
+    """Move finished data from building to folder, the manifest last: without it nothing trains on a mixture.
+
+    What stands in folder goes only now that the new is whole. Stopped in between, the next run goes on here.
+    """
+    (folder / "manifest.json").unlink(missing_ok=True)
+    for old in folder.iterdir():
+        if SHARD.fullmatch(old.name) and not (building / "moving").exists():
+            old.unlink()
+    (building / "moving").touch()
+    for new in sorted(building.iterdir(), key=lambda p: p.name == "manifest.json"):
+        if new.name != "moving":
+            config.replace(new, folder / new.name)
+    (building / "moving").unlink()
+    building.rmdir()
+
+
 def main():
     settings = config.override(globals())
     del settings["overwrite"], settings["data_dir"]
@@ -397,17 +426,24 @@ def main():
         raise UserError("\n".join(mistakes))
     named = named_sources(sources)
     folder = Path(data_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    held = config.lock(folder)                      # noqa: F841 - until the process ends
+    building = folder / ".building"
+    if (building / "manifest.json").exists():       # whole: a run was stopped in the moment of the move
+        move_into_place(building, folder)
     if already_prepared(folder, settings):
         print(f"{folder}: already prepared with these settings (--overwrite=True prepares again)")
         print_summary(read_manifest(folder))
         return
-    building = folder / ".building"
+    if foreign := [p.name for p in folder.iterdir() if OURS.fullmatch(p.name)] if not overwrite and not (folder / "manifest.json").exists() else []:
+        raise UserError(f"{folder}: holds {foreign[0]} but no manifest.json, so no finished data of prepare.py - choose another --data_dir, or "
+                        f"--overwrite=True replaces it")
     shutil.rmtree(building, ignore_errors=True)     # what an interrupted run left
     building.mkdir(parents=True)
 
     print(f"1/3 reading and curating {', '.join(f'{name} ({where})' if name != where else name for name, where in named.items())}")
     with open(building / "spool.jsonl", "w", encoding="utf-8", newline="\n") as spool:
-        records, dropped = curate(named, spool, tqdm.write)
+        records, dropped = curate(named, folder.absolute(), spool, tqdm.write)
     if not len(records):
         raise UserError(f"sources: no usable document in {', '.join(named.values())} "
                         f"({', '.join(f'{n} {reason}' for reason, n in dropped.items()) or 'no files'})")
@@ -431,13 +467,7 @@ def main():
     config.write_text(building / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     (building / "spool.jsonl").unlink()
 
-    # What stood here goes only now that the new is whole; without a manifest nothing trains on a mixture.
-    (folder / "manifest.json").unlink(missing_ok=True)
-    for old in (*folder.glob("train_*.pt"), *folder.glob("val_*.pt")):
-        old.unlink()
-    for new in sorted(building.iterdir(), key=lambda p: p.name == "manifest.json"):
-        config.replace(new, folder / new.name)
-    building.rmdir()
+    move_into_place(building, folder)
     print(f"{folder}: ready")
     print_summary(manifest)
     config_file = config.config_argument()
@@ -463,14 +493,14 @@ class TokenStream:
         account = manifest["splits"][split]
         listed = {shard["file"] for shard in account["shards"]}
         if extra := sorted(p.name for p in folder.glob(f"{split}_*.pt") if p.name not in listed):
-            raise UserError(f"{folder / extra[0]}: a shard that manifest.json does not list - remove it, or run prepare.py again")
+            raise UserError(f"{folder / extra[0]}: a shard that manifest.json does not list - remove it, or run prepare.py again with --overwrite=True")
         self.shards = []
         for shard in account["shards"]:
             path = folder / shard["file"]
             if not path.is_file():
-                raise UserError(f"{path}: missing, though manifest.json lists it - copy it again, or run prepare.py again")
+                raise UserError(f"{path}: missing, though manifest.json lists it - copy it again, or run prepare.py again with --overwrite=True")
             if config.sha256_file(path) != shard["sha256"]:
-                raise UserError(f"{path}: damaged (its SHA-256 is not the manifest's) - copy it again, or run prepare.py again")
+                raise UserError(f"{path}: damaged (its SHA-256 is not the manifest's) - copy it again, or run prepare.py again with --overwrite=True")
             try:
                 tokens = torch.load(path, mmap=True, weights_only=True)
                 assert tokens.dtype == torch.uint16 and tokens.dim() == 1

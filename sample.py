@@ -39,7 +39,7 @@ def check_settings() -> None:
              (temperature >= 0, f"temperature={temperature} must not be negative (0 = the likeliest token)"),
              (sample_top_k is None or sample_top_k >= 0, f"sample_top_k={sample_top_k} must not be negative (0 or None = all)"),
              (sample_top_p is None or 0 < sample_top_p <= 1, f"sample_top_p={sample_top_p} must be above 0 and at most 1 (None = all)"),
-             (seed >= 0, f"seed={seed} must not be negative")]
+             (0 <= seed < 1 << 63, f"seed={seed} must be from 0 to 2^63 - 1")]
     if mistakes := [text for good, text in rules if not good]:
         raise UserError("\n".join(mistakes))
 
@@ -74,6 +74,8 @@ def main():
         tok = load_tokenizer(find_tokenizer(file, settings), settings["tokenizer_sha256"])
         print(f"{file}: step {settings['step']}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters; {said}")
 
+    if broken := [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]:
+        raise UserError(f"{file}: {broken[0]} is not finite, the run that made it broke down - take an earlier checkpoint")
     ids = [tok.token_to_id("<s>"), *encode(tok, prompt)]
     room = model.config.seq_len - len(ids)
     if room < 1:

@@ -156,8 +156,7 @@ def refusal(*argv, script="train.py"):
 
 @pytest.mark.parametrize("option, value", [
     ("lr=1e-5", 1e-5), ("lr=1E-3", 1e-3), ("lr=.5", 0.5), ("lr=1", 1.0), ("max_tokens=1e8", 100_000_000), ("max_tokens=1_000", 1000),
-    ("max_hours=None", None), ("max_hours=7", 7.0), ("resume=False", False), ("resume=false", False), ("data_dir=a=b", "a=b"),
-    ("data_dir=", "")])
+    ("max_hours=None", None), ("max_hours=7", 7.0), ("resume=False", False), ("resume=false", False), ("data_dir=a=b", "a=b")])
 def test_option_becomes_a_value_of_the_settings_type(option, value):
     got = override(f"--{option}")[option.split("=")[0]]
     assert got == value and type(got) is type(value)
@@ -484,7 +483,29 @@ def test_interrupted_preparation_leaves_no_manifest_and_keeps_what_was_there(tmp
         assert call(prepare, *argv, "--min_chars=80", "--overwrite=True")[0] == 130
     with pytest.raises(UserError, match="prepare.py"):
         TokenStream(tmp_path / "data", "train", 32, 0)
-    assert call(prepare, *argv)[0] == 0
+    code, text = call(prepare, *argv, "--min_chars=80")             # the new was whole: the move is finished, nothing is made again
+    assert code == 0 and "already prepared" in text
+    TokenStream(tmp_path / "data", "train", 32, 0)
+
+
+def test_files_of_others_are_neither_read_nor_replaced(tmp_path):
+    write_files(tmp_path, {f"in/{n}.txt": prose(n) for n in range(9)} | {"in/data/tokenizer.json": "mine"})
+    argv = [f"--sources={tmp_path / 'in'}", f"--data_dir={tmp_path / 'in/data'}", "--vocab_size=300"]
+    code, text = call(prepare, *argv)
+    assert code == 2 and "tokenizer.json but no manifest.json" in text and (tmp_path / "in/data/tokenizer.json").read_text() == "mine"
+    write_files(tmp_path, {"in/data/train_best.pt": b"mine"})
+    assert call(prepare, *argv, "--overwrite=True")[0] == call(prepare, *argv, "--overwrite=True")[0] == 0
+    assert prepare.read_manifest(tmp_path / "in/data")["sources"]["in"]["documents"] == 9          # not what it wrote itself
+    assert (tmp_path / "in/data/train_best.pt").read_bytes() == b"mine"
+
+
+def test_one_process_at_a_time_in_a_folder(tiny, tmp_path):
+    held = config.lock(tmp_path)
+    for script, option in ((prepare, "data_dir"), (train, "out_dir")):
+        code, text = call(script, tiny, f"--{option}={tmp_path}")
+        assert code == 2 and "another process is at work" in text
+    held.close()
+    config.lock(tmp_path)
 
 
 def test_finished_data_is_not_overwritten_unasked(tmp_path):
@@ -1418,6 +1439,39 @@ def test_failed_save_loses_nothing_and_the_run_goes_on(tiny, reference, tmp_path
     assert not list((tmp_path / "out").glob("*.tmp")) and not (tmp_path / "out/step_00000002.pt").exists()
     model_py.load_checkpoint(tmp_path / "out/step_00000001.pt")
     assert_same_run(tmp_path / "out", reference)
+
+
+@pytest.mark.parametrize("line", ["garbage}\n", "{}\n", '{"step": "x"}\n', '{"step": 3'])
+def test_odd_lines_in_the_metrics_and_side_files_end_no_run(tiny, reference, tmp_path, line):
+    out = tmp_path / "run"
+    shutil.copytree(reference, out)
+    (out / "done.json").unlink()
+    (out / "best.json").write_text("[]", encoding="utf-8")
+    with open(out / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(line)
+    code, text = call(train, tiny, f"--out_dir={out}")
+    assert code == 0 and rows(out) == rows(reference), text
+    (out / "done.json").write_text("[]", encoding="utf-8")
+    assert call(train, tiny, f"--out_dir={out}")[0] == 2
+
+
+def test_a_checkpoint_that_lacks_something_is_no_checkpoint(tiny, reference, tmp_path):
+    out = tmp_path / "run"
+    for number, change in enumerate((lambda c: c.pop("rng"), lambda c: c.pop("optimizer"), lambda c: c.update(settings=3),
+                                     lambda c: c["optimizer"].update(state={}))):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(reference, out)
+        (out / "done.json").unlink()
+        for path in model_py.list_checkpoints(out):
+            rewrite(path, change)
+        code, text = call(train, tiny, f"--out_dir={out}")
+        assert code == 2 and "error:" in text, (number, text)
+
+
+def test_foreign_folders_are_left_alone(tiny, tmp_path):
+    write_files(tmp_path, {"config.json": '{"mine": 1}', "thesis.tmp": "mine"})
+    code, text = call(train, tiny, f"--out_dir={tmp_path}")
+    assert code == 2 and "something else" in text and (tmp_path / "thesis.tmp").exists()
 
 
 def test_failed_last_save_is_not_reported_as_done(tiny, reference, tmp_path, monkeypatch):

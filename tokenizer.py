@@ -93,9 +93,9 @@ def load_tokenizer(path: str | Path, sha256: str | None = None) -> Tokenizer:
         raise UserError(f"{path}: not the tokenizer this data or checkpoint was made with (its SHA-256 differs from "
                         f"{sha256[:12]}...) - use the tokenizer.json that belongs to it, or run prepare.py again")
     try:
-        tok = Tokenizer.from_file(str(path))
+        tok = Tokenizer.from_str(path.read_text(encoding="utf-8"))     # from_file fails on odd paths in a C locale
     except Exception as error:                      # the library raises bare Exception for every fault
-        raise UserError(f"{path}: not a tokenizer file ({error}) - run prepare.py again") from None
+        raise UserError(f"{path}: not a tokenizer file ({error}) - run prepare.py again with --overwrite=True") from None
     for i, name in enumerate((*CONTROL, *STRUCTURE)):
         if tok.token_to_id(name) != i:
             raise UserError(f"{path}: {name} has id {tok.token_to_id(name)}, not {i} - this is not a tokenizer of Cipher")

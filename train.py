@@ -8,7 +8,6 @@ Reads data_dir (prepare.py). Writes into out_dir: config.json, tokenizer.json, m
 step_*.pt with their .sha256, best.json, and done.json at the end. Starting again resumes from the newest valid
 checkpoint and is, on the CPU, bit for bit the uninterrupted run. Ctrl-C or SIGTERM: finish the step, save, exit 0.
 """
-import errno
 import json
 import math
 import os
@@ -26,7 +25,7 @@ import config
 from config import UserError
 from model import (Cipher, architecture, autocast, choose_branch, count_parameters, flops_per_token, head_loss,
                    list_checkpoints, mean_ce, parameter_groups, peak_flops, pick_device, read_checkpoint)
-from prepare import TokenStream, read_manifest
+from prepare import TokenStream, read_manifest, save_synced
 from tokenizer import load_tokenizer
 
 # where
@@ -103,7 +102,9 @@ def check_settings() -> None:
              (max_hours is None or max_hours > 0, f"max_hours={max_hours} must be positive, or None"),
              (keep_checkpoints is None or keep_checkpoints >= 1, f"keep_checkpoints={keep_checkpoints} must be 1 or more, or None"),
              (checkpoint_minutes > 0, f"checkpoint_minutes={checkpoint_minutes} must be positive"),
-             (seed >= 0, f"seed={seed} must not be negative"),
+             (0 <= seed < 1 << 63, f"seed={seed} must be from 0 to 2^63 - 1"),
+             (max_passes > 0, f"max_passes={max_passes} must be positive"),
+             (Path(out_dir).absolute() != Path(data_dir).absolute(), f"out_dir={out_dir} must not be data_dir"),
              (eval_tokens >= seq_len, f"eval_tokens={eval_tokens} must be at least one window, seq_len={seq_len}")]
     if mistakes := [text for good, text in rules if not good]:
         raise UserError("\n".join(mistakes))
@@ -276,17 +277,25 @@ def write_checkpoint(path: Path, state: dict) -> None:
     """Write path whole or not at all: aside, synced, hashed; the hash file first, then the rename."""
     aside = Path(f"{path}.tmp")
     try:
-        with open(aside, "wb") as file:
-            try:
-                torch.save(state, file)
-            except RuntimeError as error:           # how torch reports a write that failed, on a full disk above all
-                raise OSError(errno.ENOSPC, "could not be written whole, is the disk full?", str(path)) from error
-            file.flush()
-            os.fsync(file.fileno())
+        save_synced(state, aside)
         config.write_text(f"{path}.sha256", f"{config.sha256_file(aside)}  {path.name}\n")   # as sha256sum -c reads it
         config.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+WHOLE = {"optimizer", "rng", "tokens", "hours", "last_eval", "val_ce", "best_val_ce", "before_cooldown", "eval_seconds", "save_seconds",
+         "tokenizer_sha256", "manifest_sha256"}     # what resuming needs beside what load_checkpoint does
+
+
+def is_run_folder(folder: Path) -> bool:
+    """True where nothing in a folder without checkpoints would be lost: no file of our names, or those of a run of ours."""
+    if not any((folder / name).exists() for name in ("config.json", "tokenizer.json", "metrics.jsonl", "manifest.json")):
+        return True
+    try:
+        return "bias_update_rate" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, dict | None]:
@@ -298,6 +307,8 @@ def newest_valid(folder: Path) -> tuple[Path | None, dict | None]:
     for path in reversed(list_checkpoints(folder)):
         try:
             content = read_checkpoint(path)
+            if lacking := WHOLE - content.keys():
+                raise UserError(f"{path}: not a whole checkpoint, without {', '.join(sorted(lacking))}")
         except UserError as error:
             damaged.append(path)
             print(f"passed over: {error}")
@@ -359,9 +370,13 @@ def main():
     if list_checkpoints(out) and not resume:
         raise UserError(f"{out}: holds a run already - leave out --resume=False to continue it, or choose another --out_dir")
     if (out / "done.json").exists():
-        before_cooldown = json.loads((out / "done.json").read_text(encoding="utf-8")).get("before_cooldown")
+        try:
+            kept = json.loads((out / "done.json").read_text(encoding="utf-8"))["before_cooldown"]
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{out / 'done.json'}: damaged - remove it, and the run is taken up again") from None
         print(f"{out}: this run is finished. Next: python sample.py --out_dir={out}" + (
-            f". To train longer, copy {before_cooldown} and its .sha256 into a new folder and set --out_dir and a larger --max_tokens (and --max_hours, which counts the hours before)" if before_cooldown else ""))
+            f". To train longer, copy {kept} and its .sha256 into a new folder and set --out_dir and a larger --max_tokens (and --max_hours, "
+            f"which counts the hours before)" if kept else ""))
         return
     check_device(place, number, said, flops)
 
@@ -381,14 +396,25 @@ def main():
 
     model, optimizer, how = build(cfg, place, number)
 
+    if out.exists() and not list_checkpoints(out) and not is_run_folder(out):
+        raise UserError(f"{out}: holds files of something else that this run would overwrite - choose another --out_dir")
+    out.mkdir(parents=True, exist_ok=True)
+    held = config.lock(out)                         # noqa: F841 - until the process ends
+
     # state, all of it in the checkpoint
     state = dict(step=0, tokens=0, hours=0.0, last_eval=-1, val_ce=None, best_val_ce=math.inf, before_cooldown=None,
                  eval_seconds=0.0, save_seconds=0.0)            # the longest so far; the end of the budget is kept for both
     path, before = newest_valid(out)
     if before is not None:
         check_same_run(path, before, settings, hashes)
-        model.load_state_dict(before["model"])
-        optimizer.load_state_dict(before["optimizer"])
+        try:
+            model.load_state_dict(before["model"])
+            optimizer.load_state_dict(before["optimizer"])
+            missing = [n for n, p in model.named_parameters() if "exp_avg" not in optimizer.state[p]]
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(f"{path}: does not fit this model ({str(error).splitlines()[-1].strip()[:150]}) - choose another --out_dir") from None
+        if missing:
+            raise UserError(f"{path}: holds no Adam moments for {missing[0]} - resume from another checkpoint")
         for group, own in zip(optimizer.param_groups, parameter_groups(model, weight_decay)):
             group["weight_decay"] = own["weight_decay"]         # as given now, like lr below
         set_rng_state(before["rng"])
@@ -399,21 +425,25 @@ def main():
     best = dict(file=None, step=None, val_ce=math.inf)          # as in best.json
     try:
         read = json.loads((out / "best.json").read_text(encoding="utf-8"))
-        if (out / str(read["file"])).is_file():
+        if (out / str(read["file"])).is_file() and math.isfinite(read["val_ce"]):
             best = {name: read[name] for name in best}
     except (OSError, ValueError, TypeError, KeyError):          # none yet, or not readable: the next best is written anew
         pass
 
-    out.mkdir(parents=True, exist_ok=True)
-    for leftover in out.glob("*.tmp"):
+    for leftover in out.glob("step_*.pt*.tmp"):
         leftover.unlink()
     shutil.copyfile(Path(data_dir) / "tokenizer.json", out / "tokenizer.json")
     config.write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
     metrics_file = out / "metrics.jsonl"
     if metrics_file.exists():                       # what lies behind the checkpoint will be written again
-        keep = lambda row: row["step"] < state["step"] or row["step"] == state["step"] and ("val_ce" not in row or state["last_eval"] == row["step"])
-        whole = [line for line in metrics_file.read_text(encoding="utf-8").splitlines(True) if line.endswith("}\n")]
-        config.write_text(metrics_file, "".join(line for line in whole if keep(json.loads(line))))
+        def keep(line):
+            try:
+                row = json.loads(line)
+                return row["step"] < state["step"] or row["step"] == state["step"] and ("val_ce" not in row or state["last_eval"] == row["step"])
+            except (ValueError, TypeError, KeyError):           # half a line, or not ours
+                return False
+        lines = metrics_file.read_text(encoding="utf-8", errors="replace").splitlines(True)
+        config.write_text(metrics_file, "".join(line for line in lines if line.endswith("\n") and keep(line)))
     metrics = open(metrics_file, "a", encoding="utf-8", newline="\n", buffering=1)
 
     tokens_per_step = batch_size * grad_accum * seq_len
@@ -435,7 +465,7 @@ def main():
     def on_signal(which, frame):
         stop.append(which)
         signal.signal(which, signal.SIG_DFL)
-    for name in ("SIGTERM", "SIGINT", "SIGBREAK"):
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), on_signal)
     started = saved_at = best_saved_at = time.monotonic()
@@ -455,7 +485,10 @@ def main():
 
     def write_metrics(row: dict) -> None:
         """One line of JSON, which knows no NaN: such a figure becomes null."""
-        metrics.write(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n")
+        try:
+            metrics.write(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n")
+        except OSError as error:
+            say(f"warning: a line of {metrics_file} was not written ({error})")
 
     def val_batches():
         for first in range(0, n_val, batch_size):
@@ -480,7 +513,10 @@ def main():
         saved_at = time.monotonic()
         if state["last_eval"] == state["step"] and state["val_ce"] < best["val_ce"]:
             best.update(file=target.name, step=state["step"], val_ce=state["val_ce"])
-            config.write_text(out / "best.json", json.dumps(best) + "\n")
+            try:
+                config.write_text(out / "best.json", json.dumps(best) + "\n")
+            except OSError as error:
+                say(f"warning: best.json was not written ({error})")
         if keep_checkpoints is not None:
             spared = {target.name, best["file"], state["before_cooldown"]}
             for old in list_checkpoints(out)[:-keep_checkpoints]:
@@ -489,7 +525,13 @@ def main():
                     Path(f"{old}.sha256").unlink(missing_ok=True)
 
     bar = tqdm(total=max_tokens, initial=min(state["tokens"], max_tokens), unit="tok", unit_scale=True, disable=None, leave=False)
-    say = bar.write                                 # above the bar, if there is one
+    def say(text: str) -> None:
+        """Print above the bar, if there is one. A closed terminal or pipe must not end the run."""
+        try:
+            bar.write(text)
+        except OSError:
+            pass
+
     say(f"{'step':>7} {'tokens':>12} {'ce':>7} {'z':>7} {'ortho':>7} {'overlap':>7} {'load':>5} {'lr':>8} {'norm':>6} {'tok/s':>9} {'left':>8}")
     skipped, rate_tokens, rate_seconds, progress_before = 0, 0, 0.0, progress_now()
 
@@ -579,7 +621,7 @@ def main():
     if state["step"] > 0 and not last.exists():
         raise UserError(f"{out}: the last checkpoint could not be saved - make room there and start again: {again}")
     if not finished:
-        print(f"stopped at step {state['step']}, {progress:.0%} of the budget; saved. Start again to go on: {again}")
+        print(f"stopped at step {state['step']}, {progress:.0%} of the budget; {'saved' if state['step'] else 'nothing to save yet'}. Start again to go on: {again}")
         return
     summary = dict(step=state["step"], tokens=state["tokens"], hours=state["hours"], val_ce=state["val_ce"], best=best,
                    before_cooldown=state["before_cooldown"])

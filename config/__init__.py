@@ -90,14 +90,14 @@ def check(value, allowed: tuple):
 
 def read_config(path: str) -> dict:
     """Run a config file in a fresh namespace and return its assignments (functions, modules and _names left out)."""
-    file = next((p for p in (Path(path), ROOT / path) if p.is_file()), None)
+    file = next((p for p in (Path(path), ROOT / path) if p.is_file() and p.suffix == ".py"), None)
     if file is None:
         near = difflib.get_close_matches(Path(path).name, [p.name for p in (ROOT / "config").glob("*.py")], 1, 0.5)
-        raise UserError(f"{path}: no such config file" + (f' - did you mean "config/{near[0]}"?' if near else ""))
+        raise UserError(f"{path!r}: no such config file (FILE.py)" + (f' - did you mean "config/{near[0]}"?' if near else ""))
     namespace = {}
     try:
         exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), namespace)
-    except Exception as error:                      # whatever the file does wrong is the user's to mend
+    except (Exception, SystemExit) as error:        # whatever the file does wrong is the user's to mend
         line = getattr(error, "lineno", None) or next(
             (f.lineno for f in reversed(_frames(error)) if f.filename == str(file)), "?")
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
@@ -131,7 +131,7 @@ def override(namespace: dict, argv: list | None = None) -> dict:
 
     for arg in sys.argv[1:] if argv is None else argv:
         if arg in ("-h", "--help"):
-            print(namespace.get("__doc__", "").strip(), "\n\nSettings and defaults:", sep="")
+            print((namespace.get("__doc__") or "").strip(), "\n\nSettings and defaults:", sep="")
             print("\n".join(f"  --{name}={default}" for name, (default, _) in own.items()))
             raise SystemExit(0)
         if arg.startswith("-"):
@@ -164,7 +164,9 @@ def override(namespace: dict, argv: list | None = None) -> dict:
         allowed = own[name][1]
         try:
             effective[name] = check(parse(value, allowed) if is_text else value, allowed)
-        except (ValueError, SyntaxError):
+            if isinstance(effective[name], str) and ("\0" in effective[name] or name.endswith("_dir") and not effective[name].strip()):
+                raise ValueError(effective[name])
+        except (ValueError, SyntaxError, TypeError, OverflowError, MemoryError, RecursionError):
             got = "" if is_text else f", not {value!r}"
             mistakes.append(f"{where}: {name} must be {' or '.join(WORDS[kind] for kind in allowed)}{got}")
     if mistakes:
@@ -187,6 +189,7 @@ def config_argument() -> str:
 
 def run(main) -> None:
     """Call a script's main; a user's mistake becomes one line per mistake on standard error and exit code 2."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))     # closed by the caller
     for stream in (sys.stdout, sys.stderr):         # a cp1252 console must not end a run on an odd character
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
@@ -226,6 +229,26 @@ def replace(source: str | Path, target: str | Path) -> None:
             if attempt == 50 or os.name != "nt":
                 raise
             time.sleep(0.1)
+
+
+def lock(folder: Path):
+    """Claim a folder for this process: keep what is returned. UserError while another process holds it.
+
+    The system releases it when the process ends, however it ends, so that no stale lock is left.
+    """
+    file = open(folder / ".lock", "a")
+    try:
+        if os.name == "nt":
+            import msvcrt
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(f"{folder}: another process is at work in this folder - wait for it to end, or choose another folder") from None
+    except OSError:                                 # a file system without locks
+        pass
+    return file
 
 
 def write_text(path: str | Path, text: str) -> None:
