@@ -2,7 +2,7 @@
 #
 # Not yet run on a GPU; figures are limits and estimates (python model.py config/cloud_a100.py prints them).
 # Memory: about 7 GiB of 80 with micro-steps of 16 sequences. 10 % of the A100's peak would be 167,000 tokens/s.
-# On this card F.grouped_mm has no single kernel: each expert is a product of its own. 1.0 GB a checkpoint.
+# On this card F.grouped_mm is no single kernel: the experts run as batched products. 1.0 GB a checkpoint.
 out_dir = "out/cloud_a100"
 
 vocab_size = 32768
