@@ -26,7 +26,7 @@ checkpoint: str | None = None        # a file or a run's folder; None = the run'
 data_dir = "data/cipher"             # where a tokenizer.json is sought if none lies beside the checkpoint
 device = "auto"
 dtype = "auto"
-prompt = "def "                      # "" begins a new document
+prompt = "def"                       # "" begins a new document; a blank at the end would be a token of its own
 max_new_tokens = 200                 # at most; the context (seq_len) may end first
 temperature = 0.8                    # 0 = always the likeliest token
 sample_top_k: int | None = 50        # draw from so many likeliest tokens; None or 0 = all
