@@ -54,9 +54,9 @@ def find_data(settings: dict) -> str:
     return data_dir                                  # its own error is the one to show
 
 
-def check_tokenizer(settings: dict, file: Path, manifest: dict, folder: str) -> list:
-    """The checkpoint, the data and the file beside the checkpoint must name one tokenizer."""
-    hashes = {settings["tokenizer_sha256"], manifest["tokenizer_sha256"], config.sha256_file(Path(folder) / "tokenizer.json")}
+def check_tokenizer(settings: dict, file: Path, manifest: dict) -> list:
+    """The checkpoint, the manifest and the file beside the checkpoint must name one tokenizer; the data's was checked at loading."""
+    hashes = {settings["tokenizer_sha256"], manifest["tokenizer_sha256"]}
     if (beside := file.parent / "tokenizer.json").is_file():
         hashes.add(config.sha256_file(beside))
     return [("different tokenizers in use", len(hashes), "= 1", len(hashes) == 1, "evaluate with the data the checkpoint was trained on")]
@@ -156,7 +156,7 @@ def main():
         return (val.batch(first, min(batch_size, last - first)) for first in range(0, last, batch_size))
 
     context = autocast(place, number)
-    rows = check_weights(model) + check_tokenizer(settings, file, manifest, folder) + check_loss(model, val, train, windows, context, tok)
+    rows = check_weights(model) + check_tokenizer(settings, file, manifest) + check_loss(model, val, train, windows, context, tok)
     if model.config.n_routed:
         rows += check_routing(model, windows, context) + check_ablation(model, lambda: windows(0.5), context)
     choose_branch(model, place, torch.float32)

@@ -336,7 +336,8 @@ class Experts(nn.Module):
         n = P * config.n_routed
         self.w13 = nn.Parameter(torch.empty(n, 2 * config.expert_d_ff, config.d_model))   # W1 and W3 in one product
         self.w2 = nn.Parameter(torch.empty(n, config.d_model, config.expert_d_ff))
-        self.product_cost = 256                     # rows; None: F.grouped_mm. 256 was best on two CPU cores
+        self.product_cost = 256                     # rows; None: F.grouped_mm. On two CPU cores 256 gained 10 % where
+                                                    # threads sleep between products, none where they spin
 
     def plan(self, load):
         """BlockMM's capacity and the rows beyond it per expert, or None for F.grouped_mm; load [P, E]."""
@@ -738,7 +739,7 @@ def find_checkpoint(checkpoint: str | None, out_dir: str | Path) -> Path:
     return found[-1]
 
 
-def read_checkpoint(path: str | Path, device="cpu", mmap=False) -> dict:
+def read_checkpoint(path: str | Path, mmap=False) -> dict:
     """Load a checkpoint file after checking its hash. UserError if it is missing, damaged or not one of ours."""
     path, side = Path(path), Path(f"{path}.sha256")
     if not path.is_file():
@@ -748,7 +749,7 @@ def read_checkpoint(path: str | Path, device="cpu", mmap=False) -> dict:
     if settings_rule.sha256_file(path).encode() != side.read_bytes()[:64]:
         raise UserError(f"{path}: damaged (its SHA-256 is not the one in {side.name}) - copy it again or take another checkpoint")
     try:
-        state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         if missing := {"model", "settings", "step", "tokenizer_sha256"} - state.keys():
             raise ValueError(f"without {', '.join(sorted(missing))}")
         architecture(state["settings"]), Path(state["settings"]["data_dir"]), state["step"] + 1, state["tokenizer_sha256"] + ""
@@ -824,9 +825,9 @@ def count_parameters(config: ModelConfig) -> dict:
     return parts | dict(total=sum(parts.values()), active=active)
 
 
-def flops_per_token(config: ModelConfig, length: int | None = None) -> float:
+def flops_per_token(config: ModelConfig) -> int:
     """FLOPs of training on one token, forward and backward: 6 per active parameter, and attention's causal half."""
-    return 6 * count_parameters(config)["active"] + 6 * config.n_layers * config.n_heads * config.head_dim * (length or config.seq_len)
+    return 6 * count_parameters(config)["active"] + 6 * config.n_layers * config.n_heads * config.head_dim * config.seq_len
 
 
 def activation_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> float:
@@ -887,15 +888,12 @@ def main():
             print(f"  {card:<5} {share:>8.0%} {rate:>12,.0f} {max_tokens / rate / 3600:>12.2f} h" +
                   (f"   {rate * max_hours * 3600 / 1e9:>6.2f} G tokens" if max_hours else ""))
 
-    data_tokens = None
     try:
         data_tokens = json.loads((Path(data_dir) / "manifest.json").read_text(encoding="utf-8"))["splits"]["train"]["tokens"]
-        data_tokens > 0
-    except (OSError, ValueError, KeyError, TypeError):
-        data_tokens = None
-        print(f"\nno prepared data in {data_dir}: passes over it are not known")
-    if data_tokens:
         passes = max_tokens / data_tokens
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        print(f"\nno prepared data in {data_dir}: passes over it are not known")
+    else:
         print(f"\ndata: {data_tokens:,} training tokens in {data_dir}; max_tokens is {passes:.1f} passes over them")
         if passes > 4:
             print(f"  contradiction: more than about 4 passes stop paying (arXiv 2305.16264) - {max_tokens / 4 / 1e6:,.0f}M tokens of "

@@ -190,9 +190,9 @@ def curate(named: dict[str, str], own: Path, spool, report) -> tuple[np.ndarray,
         for path in files:
             if own in path.absolute().parents:      # data_dir inside a source: what we wrote ourselves is no corpus
                 continue
-            parts = path.relative_to(root).parts
-            group = Path(parts[0]).stem if len(parts) == 1 else parts[0]
-            for raw, group, reason in read_documents(path, group):
+            parts = path.relative_to(root).parts or (root.name,)            # the root itself, where it may not be read
+            project = Path(parts[0]).stem if len(parts) == 1 else parts[0]
+            for raw, group, reason in read_documents(path, project):
                 text = None
                 if reason is None and isinstance(raw, bytes):
                     progress.update(len(raw))
@@ -306,15 +306,18 @@ def read_spool(path: Path) -> Iterator[tuple[int, str]]:
 
 def encode_batches(tok, spool: Path) -> Iterator[tuple[list[tuple[int, str]], list[list[int]]]]:
     """Yield ([(source number, text)], [ids]) batch by batch; encode_batch_fast keeps all cores busy."""
+    def encoded(batch):
+        return batch, [e.ids for e in tok.encode_batch_fast([text for _, text in batch], add_special_tokens=False)]
+
     batch, chars = [], 0
     for document in read_spool(spool):
         batch.append(document)
         chars += len(document[1])
         if len(batch) == BATCH_DOCUMENTS or chars > BATCH_CHARS:
-            yield batch, [e.ids for e in tok.encode_batch_fast([t for _, t in batch], add_special_tokens=False)]
+            yield encoded(batch)
             batch, chars = [], 0
     if batch:
-        yield batch, [e.ids for e in tok.encode_batch_fast([t for _, t in batch], add_special_tokens=False)]
+        yield encoded(batch)
 
 
 def tokenize(tok, spool: Path, is_val: np.ndarray, named: dict, folder: Path, n_bytes: int) -> tuple[dict, dict, dict]:
@@ -435,7 +438,8 @@ def main():
         print(f"{folder}: already prepared with these settings (--overwrite=True prepares again)")
         print_summary(read_manifest(folder))
         return
-    if foreign := [p.name for p in folder.iterdir() if OURS.fullmatch(p.name)] if not overwrite and not (folder / "manifest.json").exists() else []:
+    foreign = [p.name for p in folder.iterdir() if OURS.fullmatch(p.name)]
+    if foreign and not overwrite:                   # without a manifest: one would have ended the run above
         raise UserError(f"{folder}: holds {foreign[0]} but no manifest.json, so no finished data of prepare.py - choose another --data_dir, or "
                         f"--overwrite=True replaces it")
     shutil.rmtree(building, ignore_errors=True)     # what an interrupted run left

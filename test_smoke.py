@@ -499,6 +499,30 @@ def test_files_of_others_are_neither_read_nor_replaced(tmp_path):
     assert (tmp_path / "in/data/train_best.pt").read_bytes() == b"mine"
 
 
+def test_a_source_that_may_not_be_read_is_counted(tmp_path, monkeypatch):
+    scandir = os.scandir
+    def closed(path):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+    write_files(tmp_path, {f"open/{n}.txt": prose(n) for n in range(9)} | {"closed/x.txt": "x"})
+    monkeypatch.setattr(os, "scandir", closed)
+    given = tmp_path / "sources.py"
+    given.write_text(f"sources = {[str(tmp_path / 'open'), str(tmp_path / 'closed')]!r}", encoding="utf-8")
+    code, text = call(prepare, given, f"--data_dir={tmp_path / 'data'}", "--vocab_size=300")
+    assert code == 0 and "1 unreadable" in text, text
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+def test_nohup_keeps_the_run_alive(tiny, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert call(train, tiny, f"--out_dir={tmp_path / 'run'}")[0] == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_one_process_at_a_time_in_a_folder(tiny, tmp_path):
     held = config.lock(tmp_path)
     for script, option in ((prepare, "data_dir"), (train, "out_dir")):

@@ -394,19 +394,22 @@ def main():
     load_tokenizer(Path(data_dir) / "tokenizer.json", manifest["tokenizer_sha256"])
     hashes = dict(tokenizer_sha256=manifest["tokenizer_sha256"], manifest_sha256=config.sha256_file(Path(data_dir) / "manifest.json"))
 
-    model, optimizer, how = build(cfg, place, number)
-
+    # the folder, before anything is built or compiled
     if out.exists() and not list_checkpoints(out) and not is_run_folder(out):
         raise UserError(f"{out}: holds files of something else that this run would overwrite - choose another --out_dir")
     out.mkdir(parents=True, exist_ok=True)
     held = config.lock(out)                         # noqa: F841 - until the process ends
 
-    # state, all of it in the checkpoint
-    state = dict(step=0, tokens=0, hours=0.0, last_eval=-1, val_ce=None, best_val_ce=math.inf, before_cooldown=None,
-                 eval_seconds=0.0, save_seconds=0.0)            # the longest so far; the end of the budget is kept for both
     path, before = newest_valid(out)
     if before is not None:
         check_same_run(path, before, settings, hashes)
+
+    model, optimizer, how = build(cfg, place, number)
+
+    # state, all of it in the checkpoint
+    state = dict(step=0, tokens=0, hours=0.0, last_eval=-1, val_ce=None, best_val_ce=math.inf, before_cooldown=None,
+                 eval_seconds=0.0, save_seconds=0.0)            # the longest so far; the end of the budget is kept for both
+    if before is not None:
         try:
             model.load_state_dict(before["model"])
             optimizer.load_state_dict(before["optimizer"])
@@ -466,7 +469,7 @@ def main():
         stop.append(which)
         signal.signal(which, signal.SIG_DFL)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK"):
-        if hasattr(signal, name):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:     # nohup ignores SIGHUP on purpose
             signal.signal(getattr(signal, name), on_signal)
     started = saved_at = best_saved_at = time.monotonic()
     hours_before = state["hours"]
@@ -627,7 +630,7 @@ def main():
                    before_cooldown=state["before_cooldown"])
     config.write_text(out / "done.json", json.dumps(summary, indent=1) + "\n")
     print(f"finished: {state['step']} steps, {state['tokens']:,} tokens in {state['hours'] * 60:.1f} minutes; validation ce {state['val_ce']:.4f} nats "
-          f"per token, best {summary['best']['val_ce']:.4f} ({summary['best']['file']})")
+          f"per token, best {best['val_ce']:.4f} ({best['file']})")
     print(f"next: python sample.py{config_file and ' ' + config_file}    and    python evaluate.py{config_file and ' ' + config_file}")
 
 

@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import time
+import traceback
 import types
 from pathlib import Path
 
@@ -99,15 +100,10 @@ def read_config(path: str) -> dict:
         exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), namespace)
     except (Exception, SystemExit) as error:        # whatever the file does wrong is the user's to mend
         line = getattr(error, "lineno", None) or next(
-            (f.lineno for f in reversed(_frames(error)) if f.filename == str(file)), "?")
+            (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(file)), "?")
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
     return {k: v for k, v in namespace.items()
             if not k.startswith("_") and not isinstance(v, (types.ModuleType, types.FunctionType, type))}
-
-
-def _frames(error):
-    import traceback
-    return traceback.extract_tb(error.__traceback__)
 
 
 def override(namespace: dict, argv: list | None = None) -> dict:
@@ -200,10 +196,10 @@ def run(main) -> None:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         raise SystemExit(2) from None
+    except BrokenPipeError:                         # | head has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     except OSError as error:                        # no space, no permission, a folder in the way
-        if isinstance(error, BrokenPipeError):      # | head has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(0) from None
         print(f"error: {error.filename or 'operating system'}: {error.strerror or error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
