@@ -145,7 +145,10 @@ class RootMeanSquare(torch.autograd.Function):
 
 def rms_norm(x, gain):
     """RootMeanSquare, in generation and evaluation without a Function's overhead."""
-    return RootMeanSquare.apply(x, gain) if torch.is_grad_enabled() else F.rms_norm(x.float(), x.shape[-1:], eps=1e-6) * gain
+    if torch.is_grad_enabled():
+        return RootMeanSquare.apply(x, gain)
+    x = x.float()
+    return x * (torch.linalg.vecdot(x, x).div_(x.size(-1)).add_(1e-6).rsqrt_()[..., None]) * gain
 
 
 class RMSNorm(nn.Module):
@@ -390,6 +393,14 @@ class Experts(nn.Module):
         """x [N, d_model] -> [N, P, d_model], each population's gated sum over its chosen experts."""
         N, K, k = len(x), selected[0].numel(), selected.size(2)
         dtype, device = compute_dtype(x), x.device
+        if plan is not None and not plan[0] and not torch.is_grad_enabled():
+            # generation: a handful of rows, sorted on the host, and plain products
+            flat, sizes = selected.flatten().tolist(), [n for n in plan[1] if n]
+            row = torch.tensor(sorted(range(N * K), key=flat.__getitem__), device=device)
+            linear = lambda h, bank: torch.cat([h @ bank[i].to(dtype).t() for h, i in zip(h.split(sizes), sorted(set(flat)))])
+            a, b = linear(x.to(dtype).index_select(0, row // K), self.w13).chunk(2, -1)
+            h = (F.silu(a) * b * gate.flatten()[row, None]).to(dtype)
+            return linear(h, self.w2).index_select(0, row.argsort()).view(N, P, k, -1).sum(2)
         flat, load, gate = selected.flatten(), load.flatten(), gate.flatten()   # [S] token by token, [P*E], [S]
         row = flat.argsort(stable=True)                                         # [S] sorted by expert
         place, ends = torch.arange(len(row), device=device), load.cumsum(0)     # where each sorted row will lie
@@ -475,28 +486,29 @@ class TwinMoE(nn.Module):
         self.experts = Experts(config) if config.n_routed else None
         self.checkpoint = config.checkpoint_moe
 
-    def feed_forward(self, x, *routed):
+    def feed_forward(self, x, measure, *routed):
         """Everything behind the router, [N, d_model] -> y, ortho loss, overlap: the part that may be recomputed."""
         y, ortho, overlap = 0, x.new_zeros(()), x.new_zeros(())
         if self.shared_w13 is not None:
             y = self.shared_w2(SwiGLU.apply(self.shared_w13(x)))
         if self.router is not None:
-            both, ortho, overlap = TwinSum.apply(self.experts(x, *routed))
+            routed = self.experts(x, *routed)
+            both, ortho, overlap = TwinSum.apply(routed) if measure else (routed.sum(1), ortho, overlap)
             y = y + both
         return y, ortho, overlap
 
-    def forward(self, x, **ablation):
-        """x [N, d_model] -> y [N, d_model], z-loss, ortho loss, overlap, load [P, E]."""
+    def forward(self, x, measure=True, **ablation):
+        """x [N, d_model] -> y [N, d_model], z-loss, ortho loss, overlap (zeros unless measure), load [P, E]."""
         routed, load, z = (), torch.zeros(P, 0, dtype=torch.int64, device=x.device), x.new_zeros(())
         if self.router is not None:
             logits, selected, gate, load = self.router(x, **ablation)
-            z = logits.logsumexp(-1).square().mean()            # z-loss: ST-MoE, arXiv 2202.08906, eq. 5
+            z = logits.logsumexp(-1).square().mean() if measure else z              # z-loss: ST-MoE, arXiv 2202.08906, eq. 5
             routed = (selected, gate, load, self.experts.plan(load))
         if self.checkpoint and self.training and torch.is_grad_enabled():
             # The router stands outside: recomputed, it could choose others and would count the load twice.
-            y, ortho, overlap = recompute(self.feed_forward, x, *routed, use_reentrant=False, preserve_rng_state=False)
+            y, ortho, overlap = recompute(self.feed_forward, x, measure, *routed, use_reentrant=False, preserve_rng_state=False)
         else:
-            y, ortho, overlap = self.feed_forward(x, *routed)
+            y, ortho, overlap = self.feed_forward(x, measure, *routed)
         return y, z, ortho, overlap, load
 
 
@@ -509,7 +521,7 @@ class Block(nn.Module):
 
     def forward(self, x, rope, mask=None, cache=None, **ablation):
         x = x + F.dropout(self.attention(self.norm1(x), rope, mask, cache), self.dropout, self.training)
-        y, *losses, load = self.moe(self.norm2(x).flatten(0, 1), **ablation)
+        y, *losses, load = self.moe(self.norm2(x).flatten(0, 1), cache is None, **ablation)
         return x + F.dropout(y.view_as(x), self.dropout, self.training), losses, load
 
 
