@@ -14,6 +14,7 @@ import json
 import math
 import re
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +23,8 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as recompute
 
 import config as settings_rule
@@ -889,23 +892,57 @@ def flops_per_token(config: ModelConfig) -> int:
     return 6 * count_parameters(config)["active"] + 6 * config.n_layers * config.n_heads * config.head_dim * config.seq_len
 
 
-def activation_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Bytes that one more token makes autograd keep in a layer for the backward pass, counted on a real layer here."""
-    small = ModelConfig(**asdict(config) | dict(n_layers=1, vocab_size=8, seq_len=48))
-    model, kept = Cipher(small).train(), []
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside that are still there (now), and their peak."""
+
+    def __enter__(self):
+        self.now, self.peak, self.seen = 0, 0, weakref.WeakSet()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self.seen:
+                self.seen.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def free(self, size):
+        self.now -= size
+
+
+def activation_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes that one more token takes in a layer here: (kept for the backward pass, peak of the backward pass)."""
+    mixed, found = dtype == torch.bfloat16, []
+    sizes = (16, 48) if mixed else (512, 1536)      # BF16 is slow on a CPU; the difference leaves out weights and their copies
+    small = ModelConfig(**asdict(config) | dict(n_layers=1, vocab_size=8, seq_len=sizes[1]))
+    model = Cipher(small).train()
     for part in model.modules():
-        if isinstance(part, Experts):
-            part.product_cost = 0                   # no padding: F.grouped_mm keeps as much
-    for tokens in (16, 48):                         # the difference leaves out weights and their copies
-        storages = {}
-        def keep(tensor):
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor      # alive: no address twice
-            return tensor
-        x = torch.randn(1, tokens, config.d_model, requires_grad=True) * 1
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), dtype):
-            model.blocks[0](x, model.rope[:, :tokens])
-        kept.append(sum(size for size, _ in storages.values()))
-    return (kept[1] - kept[0]) / 32
+        if isinstance(part, Experts) and mixed:
+            part.product_cost = 0                   # no padding, as with F.grouped_mm
+    for tokens in sizes:
+        x = torch.randn(1, tokens, config.d_model, requires_grad=True)
+        with LiveBytes() as live, autocast(torch.device("cpu"), dtype):
+            y, losses, _ = model.blocks[0](x, model.rope[:, :tokens])
+            kept = live.now
+            (y.sum() + sum(losses)).backward()
+        found.append((kept, live.peak))
+        model.zero_grad()
+    return tuple((b - a) / (sizes[1] - sizes[0]) for a, b in zip(*found))
+
+
+def training_memory(config: ModelConfig, tokens: int, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes by part while a micro-step of so many tokens trains. BF16 stands for a GPU: its chunks of logits are larger."""
+    total, mixed = count_parameters(config)["total"], dtype == torch.bfloat16
+    kept, peak = activation_bytes_per_token(config, dtype)
+    logits = min(tokens * config.vocab_size, 1 << 27 if mixed else 1 << 22)           # of one chunk, as in head_loss
+    return {"weights, gradients and Adam moments in FP32": 16 * total,
+            "BF16 copies of the weights": 2 * total * mixed,
+            f"activations of {tokens:,} tokens": tokens * config.n_layers * kept,
+            "gradient of the head": 4 * config.vocab_size * config.d_model,
+            "a chunk of logits, or a layer's backward pass": max(10 * logits, tokens * (peak - kept))}
 
 
 def main():
@@ -924,18 +961,13 @@ def main():
 
     micro, gib = batch_size * seq_len, 2 ** 30
     wide = torch.bfloat16 if require_bf16 else torch.float32
-    layer = activation_bytes_per_token(cfg, wide)
-    chunk = min(micro * vocab_size, 1 << 27 if require_bf16 else 1 << 22)       # as in head_loss
-    memory = {"weights, gradients and Adam moments in FP32": 16 * parts["total"],
-              "BF16 copies of the weights": 2 * parts["total"] * require_bf16,
-              f"activations of {micro:,} tokens": micro * (n_layers * layer + 4 * 3 * d_model),
-              "logits of one chunk, and the head's gradient": 10 * chunk + 4 * vocab_size * d_model}
+    memory = training_memory(cfg, micro, wide)
     print(f"\ntraining memory in {'BF16 autocast' if require_bf16 else 'FP32'} (arithmetic; activations counted on one layer)")
     for name, n in memory.items():
         print(f"  {name:<45} {n / gib:>8.2f} GiB")
     print(f"  {'together':<45} {sum(memory.values()) / gib:>8.2f} GiB")
-    other = activation_bytes_per_token(ModelConfig(**asdict(cfg) | dict(checkpoint_moe=not checkpoint_moe)), wide)
-    print(f"  with checkpoint_moe={not checkpoint_moe} the activations would be {micro * (n_layers * other + 12 * d_model) / gib:.2f} GiB; "
+    other = training_memory(ModelConfig(**asdict(cfg) | dict(checkpoint_moe=not checkpoint_moe)), micro, wide)
+    print(f"  with checkpoint_moe={not checkpoint_moe} it would be {sum(other.values()) / gib:.2f} GiB; "
           f"recomputing the experts costs about {2 * (parts['shared experts'] + parts['routed experts'] * used_share(cfg)) / flops:.0%} more FLOPs")
     print(f"checkpoint on disk: {12 * parts['total'] / 1e9:.2f} GB (weights and two moments in FP32)")
 

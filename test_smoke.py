@@ -30,6 +30,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import config
 import evaluate
@@ -710,6 +712,39 @@ def test_counted_parameters_are_the_real_ones(changes):
     parts = model_py.count_parameters(c)
     assert parts["total"] == sum(p.numel() for p in Cipher(c).parameters()) == c.n_layers * (rest + routed) + gains + words * (2 - c.tie_embeddings)
     assert parts["active"] == c.n_layers * (rest + used) + words
+
+
+@pytest.mark.parametrize("changes", [{}, dict(tie_embeddings=True), dict(n_routed=0), dict(n_shared=0, top_k=4)])
+def test_counted_flops_are_those_of_torchs_counter(changes):
+    c = tiny_config(checkpoint_moe=False, **changes)
+    model, idx = Cipher(c), torch.randint(512, (2, c.seq_len))
+    for block in model.blocks:
+        if c.n_routed:
+            block.moe.experts.product_cost = 0                      # no padding, which the counter would count
+    addmm = {torch.ops.aten.addmm_: lambda c, a, b, **_: 2 * a[0] * a[1] * b[1]}             # torch's table has only the copying one
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=addmm) as counter:
+        result = model(idx, idx)
+        (result["ce"] + result["z"] + result["ortho"]).backward()
+    unseen = 6 * c.n_layers * c.n_heads * c.head_dim * c.seq_len    # the half of the attention square that is masked
+    assert counter.get_total_flops() == idx.numel() * (model_py.flops_per_token(c) + unseen)
+
+
+@pytest.mark.parametrize("changes, batch", [(dict(d_model=64, n_layers=4, expert_d_ff=64, vocab_size=2048, seq_len=128), 8), (dict(checkpoint_moe=True, d_model=64, n_layers=6, expert_d_ff=64, seq_len=128), 16),
+                                            (dict(n_routed=16, d_model=96, expert_d_ff=96), 4)], ids=["activations", "recomputed", "weights"])
+def test_memory_estimate_is_within_15_percent_of_what_a_step_takes(changes, batch):
+    torch.manual_seed(0)
+    c = tiny_config(**changes)
+    idx = torch.randint(c.vocab_size, (batch, c.seq_len))
+    with model_py.LiveBytes() as live:
+        model = Cipher(c).train()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):                                          # gradients of the one before are there, as with accumulation
+            result = model(idx, idx)
+            (result["ce"] + result["z"] + result["ortho"]).backward()
+            del result
+            optimizer.step()
+    estimate = sum(model_py.training_memory(c, idx.numel(), torch.float32).values())
+    assert 0.85 < estimate / live.peak < 1.15, (estimate / live.peak, estimate, live.peak)
 
 
 def test_impossible_architectures_are_refused_with_both_values():
