@@ -639,7 +639,7 @@ class Cipher(nn.Module):
         for layer, block in enumerate(self.blocks):
             layer_cache = (cache.keys[layer], cache.values[layer], start) if cache else None
             x, layer_losses, load = block(x, rope, mask, layer_cache, **ablation)
-            losses.append(torch.stack(layer_losses))
+            losses.append(layer_losses)
             loads.append(load)
         if cache:
             cache.filled += T
@@ -647,7 +647,7 @@ class Cipher(nn.Module):
         weight = self.embedding.weight if self.head is None else self.head.weight
         if targets is None:
             return dict(logits=F.linear(x if all_logits else x[:, -1:], weight).float(), load=load)
-        z, ortho, overlap = torch.stack(losses).mean(0)
+        z, ortho, overlap = (torch.stack(layers).mean() for layers in zip(*losses))
         return dict(ce=head_loss(x.flatten(0, 1), weight, targets.flatten()), z=z, ortho=ortho, overlap=overlap.detach(), load=load)
 
     @torch.no_grad()
