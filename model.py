@@ -117,6 +117,11 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 # Norm, rotary positions, attention
 # ----------------------------------------------------------------------------------------------------------
 
+def inverse_rms(x):
+    """1 / sqrt(mean(x^2) + 1e-6) over the last dimension, kept as 1."""
+    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1) + 1e-6).rsqrt()
+
+
 class RootMeanSquare(torch.autograd.Function):
     """y = x / sqrt(mean(x^2) + 1e-6) * gain over the last dimension (arXiv 1910.07467), in FP32.
 
@@ -128,22 +133,22 @@ class RootMeanSquare(torch.autograd.Function):
     def forward(ctx, x, gain):
         """x [..., d], gain [..., d] of x's last dimensions."""
         x = x.float()
-        scale = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1) + 1e-6).rsqrt()
+        scale = inverse_rms(x)
         ctx.save_for_backward(x, gain, scale)
         return (x * scale).mul_(gain)
 
     @staticmethod
     def backward(ctx, grad):
         x, gain, scale = ctx.saved_tensors
-        d, weight, grad_gain = x.size(-1), gain, None
+        grad_gain = None
         if gain.dim() > 1:                          # LayerNorm's kernel takes one gain for all
             grad_gain = (grad * x).mul_(scale).reshape(-1, *gain.shape).sum(0)
-            grad, weight = grad * gain, None
+            grad, gain = grad * gain, None
         # LayerNorm's backward of a mean that is zero; it takes the mean of the gradient away, which belongs here
-        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x, [d], torch.zeros_like(scale), scale, weight, None, [True, weight is not None, False])
-        mean = grad.mean(-1, keepdim=True) if weight is None else (grad @ weight)[..., None] / d
-        return grad_x.addcmul_(mean, scale), grad_weight if grad_gain is None else grad_gain
+        grad_x, grad_shared_gain, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, [x.size(-1)], torch.zeros_like(scale), scale, gain, None, [True, gain is not None, False])
+        mean = grad.mean(-1, keepdim=True) if gain is None else (grad @ gain)[..., None] / x.size(-1)
+        return grad_x.addcmul_(mean, scale), grad_shared_gain if grad_gain is None else grad_gain
 
 
 def rms_norm(x, gain):
@@ -151,7 +156,7 @@ def rms_norm(x, gain):
     if torch.is_grad_enabled():
         return RootMeanSquare.apply(x, gain)
     x = x.float()
-    return x * (torch.linalg.vecdot(x, x).div_(x.size(-1)).add_(1e-6).rsqrt_()[..., None]) * gain
+    return x * inverse_rms(x) * gain
 
 
 class RMSNorm(nn.Module):
@@ -401,8 +406,7 @@ class Experts(nn.Module):
             flat, sizes = selected.flatten().tolist(), [n for n in plan[1] if n]
             row = torch.tensor(sorted(range(N * K), key=flat.__getitem__), device=device)
             linear = lambda h, bank: torch.cat([h @ bank[i].to(dtype).t() for h, i in zip(h.split(sizes), sorted(set(flat)))])
-            a, b = linear(x.to(dtype).index_select(0, row // K), self.w13).chunk(2, -1)
-            h = (F.silu(a) * b * gate.flatten()[row, None]).to(dtype)
+            h = SwiGLU.apply(linear(x.to(dtype).index_select(0, row // K), self.w13), gate.flatten()[row, None])
             return linear(h, self.w2).index_select(0, row.argsort()).view(N, P, k, -1).sum(2)
         flat, load, gate = selected.flatten(), load.flatten(), gate.flatten()   # [S] token by token, [P*E], [S]
         row = flat.argsort(stable=True)                                         # [S] sorted by expert
@@ -495,9 +499,9 @@ class TwinMoE(nn.Module):
         if self.shared_w13 is not None:
             y = self.shared_w2(SwiGLU.apply(self.shared_w13(x)))
         if self.router is not None:
-            routed = self.experts(x, *routed)
-            both, ortho, overlap = TwinSum.apply(routed) if measure else (routed.sum(1), ortho, overlap)
-            y = y + both
+            twins = self.experts(x, *routed)                    # [N, P, d_model]
+            total, ortho, overlap = TwinSum.apply(twins) if measure else (twins.sum(1), ortho, overlap)
+            y = y + total
         return y, ortho, overlap
 
     def forward(self, x, measure=True, **ablation):
@@ -522,15 +526,18 @@ class Block(nn.Module):
         self.attention, self.moe = Attention(config), TwinMoE(config)
         self.dropout = config.dropout
 
-    def forward(self, x, rope, mask=None, cache=None, **ablation):
+    def forward(self, x, rope, mask=None, cache=None, measure=True, **ablation):
         x = x + F.dropout(self.attention(self.norm1(x), rope, mask, cache), self.dropout, self.training)
-        y, *losses, load = self.moe(self.norm2(x).flatten(0, 1), cache is None, **ablation)
+        y, *losses, load = self.moe(self.norm2(x).flatten(0, 1), measure, **ablation)
         return x + F.dropout(y.view_as(x), self.dropout, self.training), losses, load
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Head and loss
 # ----------------------------------------------------------------------------------------------------------
+
+LOGITS_AT_ONCE = {True: 1 << 27, False: 1 << 22}    # on a GPU, else: 512 and 16 MB in FP32
+
 
 class HeadLoss(torch.autograd.Function):
     """LM head and mean cross-entropy, a chunk of tokens at a time, with the gradients made on the way forward.
@@ -567,7 +574,7 @@ class HeadLoss(torch.autograd.Function):
 def head_loss(x, weight, targets):
     """Mean cross-entropy in nats of targets [N] under softmax(x [N, d_model] @ weight.T), without holding all logits."""
     dtype = compute_dtype(x)
-    chunk = max(1, (1 << 27 if x.is_cuda else 1 << 22) // len(weight))          # tokens: 512 MB of logits on a GPU, 16 MB else
+    chunk = max(1, LOGITS_AT_ONCE[x.is_cuda] // len(weight))                    # tokens
     if torch.is_grad_enabled():
         return HeadLoss.apply(x, weight, targets, dtype, chunk)
     w = weight.to(dtype)
@@ -638,7 +645,7 @@ class Cipher(nn.Module):
         x, losses, loads = self.embedding(idx), [], []          # [B, T, d_model], FP32 throughout
         for layer, block in enumerate(self.blocks):
             layer_cache = (cache.keys[layer], cache.values[layer], start) if cache else None
-            x, layer_losses, load = block(x, rope, mask, layer_cache, **ablation)
+            x, layer_losses, load = block(x, rope, mask, layer_cache, targets is not None, **ablation)
             losses.append(layer_losses)
             loads.append(load)
         if cache:
@@ -937,7 +944,7 @@ def training_memory(config: ModelConfig, tokens: int, dtype: torch.dtype) -> dic
     """Bytes by part while a micro-step of so many tokens trains. BF16 stands for a GPU: its chunks of logits are larger."""
     total, mixed = count_parameters(config)["total"], dtype == torch.bfloat16
     kept, peak = activation_bytes_per_token(config, dtype)
-    logits = min(tokens * config.vocab_size, 1 << 27 if mixed else 1 << 22)           # of one chunk, as in head_loss
+    logits = min(tokens * config.vocab_size, LOGITS_AT_ONCE[mixed])
     return {"weights, gradients and Adam moments in FP32": 16 * total,
             "BF16 copies of the weights": 2 * total * mixed,
             f"activations of {tokens:,} tokens": tokens * config.n_layers * kept,

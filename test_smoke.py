@@ -729,8 +729,10 @@ def test_counted_flops_are_those_of_torchs_counter(changes):
     assert counter.get_total_flops() == idx.numel() * (model_py.flops_per_token(c) + unseen)
 
 
-@pytest.mark.parametrize("changes, batch", [(dict(d_model=64, n_layers=4, expert_d_ff=64, vocab_size=2048, seq_len=128), 8), (dict(checkpoint_moe=True, d_model=64, n_layers=6, expert_d_ff=64, seq_len=128), 16),
-                                            (dict(n_routed=16, d_model=96, expert_d_ff=96), 4)], ids=["activations", "recomputed", "weights"])
+@pytest.mark.parametrize("changes, batch", [
+    (dict(d_model=64, n_layers=4, expert_d_ff=64, vocab_size=2048, seq_len=128), 8),
+    (dict(checkpoint_moe=True, d_model=64, n_layers=6, expert_d_ff=64, seq_len=128), 16),
+    (dict(n_routed=16, d_model=96, expert_d_ff=96), 4)], ids=["activations", "recomputed", "weights"])
 def test_memory_estimate_is_within_15_percent_of_what_a_step_takes(changes, batch):
     torch.manual_seed(0)
     c = tiny_config(**changes)
@@ -958,6 +960,18 @@ def plain_attention(layer, x, n_heads, n_kv_heads, D):
         qh, kh = prepared(q[:, h * D:h * D + D], layer.q_norm.weight), prepared(k[:, g * D:g * D + D], layer.k_norm.weight)
         heads.append(torch.stack([torch.softmax(kh[:t + 1] @ qh[t] / math.sqrt(D), 0) @ v[:t + 1, g * D:g * D + D] for t in range(T)]))
     return (layer.out.weight @ torch.cat(heads, 1).T).T
+
+
+@pytest.mark.parametrize("gains", [(16,), (3, 16)], ids=["one gain", "a gain per head"])
+def test_norm_equals_its_formula_in_output_and_gradients(gains):
+    torch.manual_seed(0)
+    x, gain, mix = torch.randn(5, 3, 16, requires_grad=True), torch.randn(gains, requires_grad=True), torch.randn(5, 3, 16)
+    plain = x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain
+    y = model_py.rms_norm(x, gain)
+    torch.testing.assert_close([y, *torch.autograd.grad((y * mix).sum(), (x, gain))], [plain, *torch.autograd.grad((plain * mix).sum(), (x, gain))],
+                               rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(model_py.rms_norm(x, gain), plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("n_heads, n_kv_heads", [(4, 2), (4, 1), (3, 3)])
