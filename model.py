@@ -358,6 +358,10 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx, ab, gate=None):
         """ab [S, 2 F] (a, then b), gate [S, 1] or None -> [S, F] of ab's dtype."""
         ctx.save_for_backward(ab, gate)
+        return SwiGLU.product(ab, gate)
+
+    @staticmethod
+    def product(ab, gate):
         a, b = ab.chunk(2, -1)
         h = F.silu(a).mul_(b)
         return h if gate is None else h.mul_(gate)
@@ -371,6 +375,11 @@ class SwiGLU(torch.autograd.Function):
             grad_gate = (grad * silu).mul_(b).sum(-1, keepdim=True, dtype=gate.dtype)
             grad = grad * gate.to(grad.dtype)
         return torch.cat((torch.ops.aten.silu_backward(grad * b, a), grad * silu), -1), grad_gate
+
+
+def swiglu(ab, gate=None):
+    """SwiGLU, in generation and evaluation without a Function's overhead."""
+    return (SwiGLU.apply if torch.is_grad_enabled() else SwiGLU.product)(ab, gate)
 
 
 class Experts(nn.Module):
@@ -405,9 +414,10 @@ class Experts(nn.Module):
             # generation: a handful of rows, sorted on the host, and plain products
             flat, sizes = selected.flatten().tolist(), [n for n in plan[1] if n]
             row = torch.tensor(sorted(range(N * K), key=flat.__getitem__), device=device)
-            linear = lambda h, bank: torch.cat([h @ bank[i].to(dtype).t() for h, i in zip(h.split(sizes), sorted(set(flat)))])
-            h = SwiGLU.apply(linear(x.to(dtype).index_select(0, row // K), self.w13), gate.flatten()[row, None])
-            return linear(h, self.w2).index_select(0, row.argsort()).view(N, P, k, -1).sum(2)
+            linear = lambda h, bank: torch.cat([F.linear(h, bank[i].to(dtype)) for h, i in zip(h.split(sizes), sorted(set(flat)))])
+            h = swiglu(linear(x.to(dtype).index_select(0, row // K), self.w13), gate.view(-1, 1).index_select(0, row))
+            y = linear(h, self.w2)
+            return torch.empty_like(y).index_copy_(0, row, y).view(N, P, k, -1).sum(2)
         flat, load, gate = selected.flatten(), load.flatten(), gate.flatten()   # [S] token by token, [P*E], [S]
         row = flat.argsort(stable=True)                                         # [S] sorted by expert
         place, ends = torch.arange(len(row), device=device), load.cumsum(0)     # where each sorted row will lie
@@ -429,7 +439,7 @@ class Experts(nn.Module):
             linear = lambda h, w: BlockMM.apply(h, w, capacity, over)
         ab = linear(Dispatch.apply(x.to(dtype), row // K, inverse), self.w13.to(dtype))      # [S, 2 F]
         # the gate is applied here, at width F, not behind W2 at width d_model: the same by linearity
-        h = SwiGLU.apply(ab, gate[:, None])                                     # [S, F]
+        h = swiglu(ab, gate[:, None])                                     # [S, F]
         return Combine.apply(linear(h, self.w2.to(dtype)), inverse, row // k, N * P).view(N, P, -1)
 
 
@@ -497,7 +507,7 @@ class TwinMoE(nn.Module):
         """Everything behind the router, [N, d_model] -> y, ortho loss, overlap: the part that may be recomputed."""
         y, ortho, overlap = 0, x.new_zeros(()), x.new_zeros(())
         if self.shared_w13 is not None:
-            y = self.shared_w2(SwiGLU.apply(self.shared_w13(x)))
+            y = self.shared_w2(swiglu(self.shared_w13(x)))
         if self.router is not None:
             twins = self.experts(x, *routed)                    # [N, P, d_model]
             total, ortho, overlap = TwinSum.apply(twins) if measure else (twins.sum(1), ortho, overlap)
@@ -670,13 +680,14 @@ class Cipher(nn.Module):
                 bias += rate * (counts.mean(-1, keepdim=True) - counts).sign()
                 bias -= bias.mean(-1, keepdim=True)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_id=None) -> Iterator[torch.Tensor]:
         """Yield the next ids [B] behind the prompts, one position at a time, with a KV cache.
 
         prompts: [B, T] int64, or a list of B lists of ids of any lengths from 1. Ends after max_new_tokens, when the
         context (seq_len) is full, or when every row has given stop_id; a row that has ended repeats it.
-        seed: of this call's own generator; None leaves the choice to chance.
+        seed: of this call's own generator; None leaves the choice to chance. What is yielded are inference tensors: clone
+        one to use it where gradients are taken.
         """
         self.eval()
         device, padding = self.rope.device, None
