@@ -1462,6 +1462,56 @@ def test_run_by_the_clock_ends_cooled_down_inside_its_budget(tiny, tmp_path, mon
     assert training[-1]["lr"] < 0.2e-3 and training[len(training) // 2]["lr"] == 1e-3
 
 
+@pytest.mark.parametrize("slow, seconds", [(1, 90), (4, 90), (0.25, 60)])
+def test_a_kill_forgets_seconds_and_a_change_of_speed_or_a_first_evaluation_at_the_end_overruns_nothing(tiny, tmp_path, monkeypatch, slow, seconds):
+    """Ended without a save after 30 steps of 1 s; then steps of another length from the middle on; saves 2 s, the one evaluation at most 0.8 s."""
+    now, batch, save, out = [0.0], TokenStream.batch, torch.save, tmp_path / "out"
+
+    def val_batch(self, first, count):
+        now[0] += 0.2 * min(1, slow) * (self.seed == 0)
+        return batch(self, first, count)
+
+    def torch_save(*args):
+        now[0] += 2
+        save(*args)
+
+    def kill(_):
+        raise KeyboardInterrupt                     # nothing is saved on its way out
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(TokenStream, "batch", val_batch)
+    monkeypatch.setattr(torch, "save", torch_save)
+    argv = [tiny, f"--out_dir={out}", f"--max_hours={seconds / 3600}", "--max_tokens=100_000", "--eval_interval=1000", "--checkpoint_minutes=0.2"]
+    tick = lambda n: lambda _: now.__setitem__(0, now[0] + n)
+    with monkeypatch.context() as patch:
+        on_clip(patch, {n: tick(1) for n in range(1, 30)} | {30: kill})
+        assert call(train, *argv)[0] == 130
+    kept = torch.load(model_py.list_checkpoints(out)[-1], weights_only=True)["hours"] * 3600
+    noted = json.loads((out / "clock.json").read_text())["hours"] * 3600
+    assert now[0] - train.CLOCK_SECONDS <= noted <= now[0] and kept < noted - 1
+    with monkeypatch.context() as patch:
+        on_clip(patch, {n: tick(1) for n in range(1, 15)} | {n: tick(slow) for n in range(15, 999)})
+        began = now[0]
+        code, text = call(train, *argv)
+    assert code == 0 and "count towards max_hours" in text, text
+    spent, training = noted + now[0] - began, [row for row in rows(out) if "ce" in row]
+    assert seconds - 3 - slow - train.CLOCK_SECONDS < spent <= seconds + slow and training[-1]["lr"] < 0.4e-3, (spent, training[-1])
+
+
+def test_the_run_is_forecast_from_its_first_steps(tiny, data, tmp_path, monkeypatch):
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--gpu_dollars_per_hour=3600", "--max_hours=1")
+    line = next(line for line in text.splitlines() if line.startswith("measured: "))
+    windows = (len(split_tokens(data, "train")) - 1) // 32
+    assert code == 0 and f"at {STEPS * STEP_TOKENS:,} tokens, {STEPS * STEP_TOKENS / (windows * 32):.2f} passes" in line and "max_tokens ends" in line
+    rate, dollars = float(line.split()[1].replace(",", "")), float(line.split(" for ")[1].split()[0])
+    assert dollars >= 0.9 * (STEPS - 6) * STEP_TOKENS / rate          # a dollar a second, the steps until now besides
+    usage = shutil.disk_usage(tmp_path)
+    size = 12 * sum(p.numel() for p in Cipher(tiny_config()).parameters())
+    for free, code, says in ((int(1.9 * size), 2, "make room for two"), (int(2.5 * size), 0, "has room for 2 more checkpoints")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+        got, text = call(train, tiny, f"--out_dir={tmp_path / str(code)}")
+        assert got == code and says in text and bool(model_py.list_checkpoints(tmp_path / str(code))) == (code == 0), text
+
+
 def test_non_finite_gradient_costs_one_step_and_no_weight(tiny, tmp_path, monkeypatch):
     snapshots = []
 

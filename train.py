@@ -5,7 +5,7 @@
     python train.py config/local_cpu.py --max_tokens=5e6 --out_dir=out/longer
 
 Reads data_dir (prepare.py). Writes into out_dir: config.json, tokenizer.json, metrics.jsonl, checkpoints
-step_*.pt with their .sha256, best.json, and done.json at the end. Starting again resumes from the newest valid
+step_*.pt with their .sha256, best.json, clock.json, and done.json at the end. Starting again resumes from the newest valid
 checkpoint and is, on the CPU, bit for bit the uninterrupted run. Ctrl-C or SIGTERM: finish the step, save, exit 0.
 """
 import json
@@ -55,6 +55,7 @@ checkpoint_moe = True
 max_tokens = 100_000_000
 max_hours: float | None = None   # of training time, over all resumes
 max_passes = 4.0         # over the training data; more than about 4 stop paying (arXiv 2305.16264)
+gpu_dollars_per_hour: float | None = None   # to say what the run costs
 # optimizer
 batch_size = 16          # sequences per micro-step
 grad_accum = 3           # micro-steps per step: 48 sequences together
@@ -81,6 +82,8 @@ benchmark = False        # True: time a few steps part by part on this machine, 
 
 BEST_SAVE_SECONDS = 300      # a new best is saved at most this often
 SKIPS_IN_A_ROW = 10          # non-finite gradients before the run stops
+CLOCK_SECONDS = 5            # how much of the clock a kill may forget
+MEASURED_STEPS = 5           # after the first of a start, before the run is forecast
 HOPELESS_HOURS = 48          # a run estimated longer than this, without max_hours, is refused
 
 
@@ -104,6 +107,7 @@ def check_settings() -> None:
              (checkpoint_minutes > 0, f"checkpoint_minutes={checkpoint_minutes} must be positive"),
              (0 <= seed < 1 << 63, f"seed={seed} must be from 0 to 2^63 - 1"),
              (max_passes > 0, f"max_passes={max_passes} must be positive"),
+             (gpu_dollars_per_hour is None or gpu_dollars_per_hour >= 0, f"gpu_dollars_per_hour={gpu_dollars_per_hour} must not be negative"),
              (Path(out_dir).absolute() != Path(data_dir).absolute(), f"out_dir={out_dir} must not be data_dir"),
              (eval_tokens >= seq_len, f"eval_tokens={eval_tokens} must be at least one window, seq_len={seq_len}")]
     if mistakes := [text for good, text in rules if not good]:
@@ -399,6 +403,11 @@ def main():
         raise UserError(f"{out}: holds files of something else that this run would overwrite - choose another --out_dir")
     out.mkdir(parents=True, exist_ok=True)
     held = config.lock(out)                         # noqa: F841 - until the process ends
+    parts = count_parameters(cfg)
+    checkpoint_bytes = 12 * parts["total"]          # FP32 weights and two moments
+    if (free := shutil.disk_usage(out).free) < 2 * checkpoint_bytes:
+        raise UserError(f"{out}: {free / 1e9:.1f} GB free on this disk, and a checkpoint takes {checkpoint_bytes / 1e9:.1f} - make room for two or "
+                        f"more, or choose an --out_dir on another disk")
 
     path, before = newest_valid(out)
     if before is not None:
@@ -424,6 +433,7 @@ def main():
         state = {name: before[name] for name in state}
         print(f"resumed from {path}: step {state['step']}, {state['tokens']:,} tokens, {state['hours'] * 60:.1f} minutes of training")
     del before
+    before_hours = state["hours"]
 
     best = dict(file=None, step=None, val_ce=math.inf)          # as in best.json
     try:
@@ -431,6 +441,15 @@ def main():
         if (out / str(read["file"])).is_file() and math.isfinite(read["val_ce"]):
             best = {name: read[name] for name in best}
     except (OSError, ValueError, TypeError, KeyError):          # none yet, or not readable: the next best is written anew
+        pass
+
+    clock_file = out / "clock.json"                 # the hours so far: those behind the last checkpoint were paid for too
+    try:
+        noted = json.loads(clock_file.read_text(encoding="utf-8"))["hours"] + 0.0
+        if before_hours < noted < math.inf:
+            print(f"{(noted - before_hours) * 60:.1f} minutes of training behind that checkpoint were lost; they count towards max_hours")
+            state["hours"] = noted
+    except (OSError, ValueError, TypeError, KeyError):          # none yet, or not readable: the checkpoint's clock stands
         pass
 
     for leftover in out.glob("step_*.pt*.tmp"):
@@ -451,7 +470,6 @@ def main():
 
     tokens_per_step = batch_size * grad_accum * seq_len
     planned_steps = math.ceil(max_tokens / tokens_per_step)
-    parts = count_parameters(cfg)
     n_val = min(val.n_windows, eval_tokens // seq_len)
     if compile and n_val > batch_size:
         n_val -= n_val % batch_size                 # a last batch of another shape would be compiled for itself
@@ -461,7 +479,7 @@ def main():
           f"{max_tokens:,} tokens are {planned_steps:,} steps, {passes:.2f} passes over the data"
           + (f", or {max_hours:g} hours" if max_hours else ""))
     print(f"validation: {n_val * seq_len:,} tokens every {eval_interval} steps; checkpoints every {checkpoint_minutes:g} minutes, "
-          f"{12 * parts['total'] / 1e9:.2f} GB each, into {out}")
+          f"{checkpoint_bytes / 1e9:.2f} GB each, into {out}")
 
     # clock and signals
     stop = []                                       # signals received; a second one of a kind acts at once
@@ -471,14 +489,17 @@ def main():
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK"):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:     # nohup ignores SIGHUP on purpose
             signal.signal(getattr(signal, name), on_signal)
-    started = saved_at = best_saved_at = time.monotonic()
+    started = saved_at = best_saved_at = noted_at = time.monotonic()
+    first_step, step_seconds, measured_seconds = state["step"], 0.0, 0.0
     hours_before = state["hours"]
 
     def clock() -> float:
         return hours_before + (time.monotonic() - started) / 3600
 
     def progress_now() -> float:
-        reserve = (state["eval_seconds"] + state["save_seconds"]) / 3600
+        # before the first evaluation: a forward pass takes less than half of what a step does to a sequence
+        evaluation = state["eval_seconds"] or 0.5 * step_seconds * n_val / (batch_size * grad_accum)
+        reserve = (evaluation + state["save_seconds"]) / 3600
         by_hours = clock() / max(1e-9, max_hours - reserve) if max_hours else 0.0
         return max(state["tokens"] / max_tokens, by_hours)
 
@@ -526,6 +547,23 @@ def main():
                 if old.name not in spared:
                     old.unlink()
                     Path(f"{old}.sha256").unlink(missing_ok=True)
+
+    def forecast(rate: float) -> None:
+        """Say what the budget buys at the measured tokens/s, what it costs and whether the disk has room for it."""
+        by_tokens, by_clock = max(0, max_tokens - state["tokens"]) / rate / 3600, max_hours - clock() if max_hours else math.inf
+        hours = max(0.0, min(by_tokens, by_clock))
+        tokens = state["tokens"] + hours * 3600 * rate
+        total = clock() + hours
+        say(f"measured: {rate:,.0f} tokens/s; {'max_tokens' if by_tokens <= by_clock else 'max_hours'} ends the run in about "
+            + (f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes")
+            + f", at {tokens:,.0f} tokens, {tokens / (train.n_windows * seq_len):.2f} passes over the data"
+            + (f", for {total * gpu_dollars_per_hour:,.2f} dollars in all" if gpu_dollars_per_hour is not None else ""))
+        coming = math.ceil(hours * 60 / checkpoint_minutes) + 2             # and before the cooldown, and a best or the last
+        coming = coming if keep_checkpoints is None else min(coming, keep_checkpoints + 3)
+        free = shutil.disk_usage(out).free
+        if coming * checkpoint_bytes > free:
+            say(f"warning: {out} has room for {free // checkpoint_bytes} more checkpoints of {checkpoint_bytes / 1e9:.1f} GB, and about {coming} are to come - "
+                f"make room, or start again with --keep_checkpoints={max(1, min(3, free // checkpoint_bytes - 3))}")
 
     bar = tqdm(total=max_tokens, initial=min(state["tokens"], max_tokens), unit="tok", unit_scale=True, disable=None, leave=False)
     def say(text: str) -> None:
@@ -597,7 +635,18 @@ def main():
             if skipped == SKIPS_IN_A_ROW:
                 raise UserError(f"{skipped} steps in a row had a non-finite gradient - lower --lr (now {lr}) and start again: the run "
                                 f"resumes from its newest checkpoint in {out}")
-        rate_tokens, rate_seconds = rate_tokens + tokens_per_step, rate_seconds + time.monotonic() - began
+        step_seconds = time.monotonic() - began
+        rate_tokens, rate_seconds = rate_tokens + tokens_per_step, rate_seconds + step_seconds
+        done_here = state["step"] - first_step
+        measured_seconds += step_seconds if 1 < done_here <= 1 + MEASURED_STEPS else 0.0        # the first step of a start is slow
+        if done_here == 1 + MEASURED_STEPS:
+            forecast(MEASURED_STEPS * tokens_per_step / max(1e-9, measured_seconds))
+        if time.monotonic() - noted_at >= CLOCK_SECONDS:
+            noted_at = time.monotonic()
+            try:
+                config.write_text(clock_file, json.dumps(dict(hours=clock())) + "\n")
+            except OSError:                         # a full disk is reported where it costs something, at the checkpoint
+                pass
         bar.update(min(tokens_per_step, max(0, max_tokens - bar.n)))
         if logging:
             ce, z, ortho, overlap = sums.tolist()
@@ -629,7 +678,8 @@ def main():
     summary = dict(step=state["step"], tokens=state["tokens"], hours=state["hours"], val_ce=state["val_ce"], best=best,
                    before_cooldown=state["before_cooldown"])
     config.write_text(out / "done.json", json.dumps(summary, indent=1) + "\n")
-    print(f"finished: {state['step']} steps, {state['tokens']:,} tokens in {state['hours'] * 60:.1f} minutes; validation ce {state['val_ce']:.4f} nats "
+    print(f"finished: {state['step']} steps, {state['tokens']:,} tokens in {state['hours'] * 60:.1f} minutes"
+          + (f" for {state['hours'] * gpu_dollars_per_hour:,.2f} dollars" if gpu_dollars_per_hour is not None else "") + f"; validation ce {state['val_ce']:.4f} nats "
           f"per token, best {best['val_ce']:.4f} ({best['file']})")
     print(f"next: python sample.py{config_file and ' ' + config_file}    and    python evaluate.py{config_file and ' ' + config_file}")
 
