@@ -439,7 +439,7 @@ class Experts(nn.Module):
             linear = lambda h, w: BlockMM.apply(h, w, capacity, over)
         ab = linear(Dispatch.apply(x.to(dtype), row // K, inverse), self.w13.to(dtype))      # [S, 2 F]
         # the gate is applied here, at width F, not behind W2 at width d_model: the same by linearity
-        h = swiglu(ab, gate[:, None])                                     # [S, F]
+        h = swiglu(ab, gate[:, None])                                           # [S, F]
         return Combine.apply(linear(h, self.w2.to(dtype)), inverse, row // k, N * P).view(N, P, -1)
 
 

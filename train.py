@@ -433,7 +433,6 @@ def main():
         state = {name: before[name] for name in state}
         print(f"resumed from {path}: step {state['step']}, {state['tokens']:,} tokens, {state['hours'] * 60:.1f} minutes of training")
     del before
-    before_hours = state["hours"]
 
     best = dict(file=None, step=None, val_ce=math.inf)          # as in best.json
     try:
@@ -446,8 +445,8 @@ def main():
     clock_file = out / "clock.json"                 # the hours so far: those behind the last checkpoint were paid for too
     try:
         noted = json.loads(clock_file.read_text(encoding="utf-8"))["hours"] + 0.0
-        if before_hours < noted < math.inf:
-            print(f"{(noted - before_hours) * 60:.1f} minutes of training behind that checkpoint were lost; they count towards max_hours")
+        if state["hours"] < noted < math.inf:
+            print(f"{(noted - state['hours']) * 60:.1f} minutes of training behind that checkpoint were lost; they count towards max_hours")
             state["hours"] = noted
     except (OSError, ValueError, TypeError, KeyError):          # none yet, or not readable: the checkpoint's clock stands
         pass
