@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -853,11 +854,19 @@ def load_checkpoint(path: str | Path, device="cpu") -> tuple[Cipher, dict]:
     return model.eval(), state["settings"] | dict(step=state["step"], tokenizer_sha256=state["tokenizer_sha256"])
 
 
+def over_ranks(*values: float, op="SUM") -> list[float]:
+    """Return each value's SUM or MAX over the processes of this run, the same on all; alone, the values themselves."""
+    result = torch.tensor(values, dtype=torch.float64)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(result, getattr(dist.ReduceOp, op))
+    return result.tolist()
+
+
 @torch.no_grad()
 def mean_ce(model: nn.Module, batches: Iterable, context=None, **ablation) -> float:
     """Mean cross-entropy in nats per token over batches of (inputs, targets), every token weighing the same.
 
-    The one validation loss of training, evaluation and verification. Leaves no trace: no dropout, no random
+    The one validation loss of training, evaluation and verification, over the batches of all ranks. Leaves no trace: no dropout, no random
     numbers, no load counted. context: the autocast to run in; ablation: as in Router.forward.
     """
     device, was_training = next(model.parameters()).device, model.training
@@ -868,6 +877,7 @@ def mean_ce(model: nn.Module, batches: Iterable, context=None, **ablation) -> fl
             total += model(inputs.to(device), targets.to(device), **ablation)["ce"].item() * targets.numel()
         n += targets.numel()
     model.train(was_training)
+    total, n = over_ranks(total, n)
     return total / n
 
 

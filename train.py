@@ -3,6 +3,7 @@
     python train.py config/local_cpu.py                    a first model on two CPU cores
     python train.py config/cloud_h100.py                   the plan's model; start it again to resume
     python train.py config/local_cpu.py --max_tokens=5e6 --out_dir=out/longer
+    torchrun --standalone --nproc_per_node=2 train.py config/cloud_h100.py      the same training on two GPUs
 
 Reads data_dir (prepare.py). Writes into out_dir: config.json, tokenizer.json, metrics.jsonl, checkpoints
 step_*.pt with their .sha256, best.json, clock.json, and done.json at the end. Starting again resumes from the newest valid
@@ -14,17 +15,20 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import config
 from config import UserError
 from model import (Cipher, architecture, autocast, choose_branch, count_parameters, flops_per_token, head_loss,
-                   list_checkpoints, mean_ce, parameter_groups, peak_flops, pick_device, read_checkpoint)
+                   list_checkpoints, mean_ce, over_ranks, parameter_groups, peak_flops, pick_device, read_checkpoint)
 from prepare import TokenStream, read_manifest, save_synced
 from tokenizer import load_tokenizer
 
@@ -55,10 +59,10 @@ checkpoint_moe = True
 max_tokens = 100_000_000
 max_hours: float | None = None   # of training time, over all resumes
 max_passes = 4.0         # over the training data; more than about 4 stop paying (arXiv 2305.16264)
-gpu_dollars_per_hour: float | None = None   # to say what the run costs
+gpu_dollars_per_hour: float | None = None   # of one, to say what the run costs
 # optimizer
 batch_size = 16          # sequences per micro-step
-grad_accum = 3           # micro-steps per step: 48 sequences together
+grad_accum = 3           # micro-steps per step, of all GPUs together: 48 sequences
 lr = 3e-4                # peak, held between warm-up and cooldown
 min_lr = 0.0             # at the end of the cooldown
 warmup_steps = 200       # at most a tenth of the run
@@ -81,7 +85,7 @@ compile = False          # torch.compile the blocks: pays on an A100 or H100, ta
 benchmark = False        # True: time a few steps part by part on this machine, write nothing, stop
 
 BEST_SAVE_SECONDS = 300      # a new best is saved at most this often
-SKIPS_IN_A_ROW = 10          # non-finite gradients before the run stops
+SKIPS_IN_A_ROW = 10          # non-finite gradients before the run goes back to a checkpoint
 CLOCK_SECONDS = 5            # how much of the clock a kill may forget
 MEASURED_STEPS = 5           # after the first of a start, before the run is forecast
 HOPELESS_HOURS = 48          # a run estimated longer than this, without max_hours, is refused
@@ -259,22 +263,32 @@ def schedule_factors(step: int, planned_steps: int, progress: float) -> tuple[fl
 # Checkpoints
 # ----------------------------------------------------------------------------------------------------------
 
-def rng_state() -> dict:
-    """The state of every generator, as plain types and tensors (weights_only refuses NumPy's arrays)."""
+def fresh_state() -> dict:
+    """What a run is besides weights, moments and random numbers: plain values, all of them in every checkpoint."""
+    return dict(step=0, tokens=0, hours=0.0, token_offset=0,     # of the next window in the data; ahead of tokens after going back
+                last_eval=-1, val_ce=None, best_val_ce=math.inf, before_cooldown=None,
+                eval_seconds=0.0, save_seconds=0.0)              # the longest so far; the end of the budget is kept for both
+
+
+def rng_state(place: torch.device) -> dict:
+    """The state of this rank's generators, as plain types and tensors (weights_only refuses NumPy's arrays)."""
     kind, keys, *rest = np.random.get_state()
-    return dict(torch=torch.get_rng_state(), cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    return dict(torch=torch.get_rng_state(), cuda=torch.cuda.get_rng_state(place) if place.type == "cuda" else None,
                 numpy=[kind, keys.tolist(), *rest], python=random.getstate())
 
 
-def set_rng_state(state: dict) -> None:
-    torch.set_rng_state(state["torch"].cpu())
-    if torch.cuda.is_available():
-        if len(state["cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
-        else:
-            print("the GPUs are not as many as at the checkpoint: dropout goes on with other random numbers")
-    np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], np.uint32), *state["numpy"][2:]))
-    random.setstate(state["python"])
+def set_rng_state(states: list[dict], place: torch.device) -> None:
+    """Take up this rank's generators of a checkpoint; where it had fewer ranks or no GPU, the seed's stay."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = states[rank] if rank < len(states) else None
+    if own is None or (own["cuda"] is None) != (place.type != "cuda"):
+        print("other processes or devices than at the checkpoint: dropout goes on with other random numbers")
+    if own is not None:
+        torch.set_rng_state(own["torch"])
+        if own["cuda"] is not None and place.type == "cuda":
+            torch.cuda.set_rng_state(own["cuda"], place)
+        np.random.set_state((own["numpy"][0], np.array(own["numpy"][1], np.uint32), *own["numpy"][2:]))
+        random.setstate(own["python"])
 
 
 def write_checkpoint(path: Path, state: dict) -> None:
@@ -288,8 +302,7 @@ def write_checkpoint(path: Path, state: dict) -> None:
         aside.unlink(missing_ok=True)
 
 
-WHOLE = {"optimizer", "rng", "tokens", "hours", "last_eval", "val_ce", "best_val_ce", "before_cooldown", "eval_seconds", "save_seconds",
-         "tokenizer_sha256", "manifest_sha256"}     # what resuming needs beside what load_checkpoint does
+WHOLE = {"optimizer", "rng", "tokenizer_sha256", "manifest_sha256", *fresh_state()}     # what resuming needs beside what load_checkpoint does
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -339,6 +352,112 @@ def check_same_run(path: Path, before: dict, settings: dict, hashes: dict) -> No
         print("changed since the checkpoint:", ", ".join(changed))
 
 
+def finished_before(out: Path) -> tuple[bool, str | None]:
+    """Return whether the run in a folder is finished, and the name of its checkpoint from before the cooldown."""
+    if list_checkpoints(out) and not resume:
+        raise UserError(f"{out}: holds a run already - leave out --resume=False to continue it, or choose another --out_dir")
+    if not (out / "done.json").exists():
+        return False, None
+    try:
+        return True, json.loads((out / "done.json").read_text(encoding="utf-8"))["before_cooldown"]
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{out / 'done.json'}: damaged - remove it, and the run is taken up again") from None
+
+
+def claim(out: Path, checkpoint_bytes: int):
+    """Make the folder and lock it for this process: keep what is returned. UserError where it is another's or too full."""
+    if out.exists() and not list_checkpoints(out) and not is_run_folder(out):
+        raise UserError(f"{out}: holds files of something else that this run would overwrite - choose another --out_dir")
+    out.mkdir(parents=True, exist_ok=True)
+    held = config.lock(out)
+    if (free := shutil.disk_usage(out).free) < 2 * checkpoint_bytes:
+        raise UserError(f"{out}: {free / 1e9:.1f} GB free on this disk, and a checkpoint takes {checkpoint_bytes / 1e9:.1f} - make room for two or "
+                        f"more, or choose an --out_dir on another disk")
+    return held
+
+
+def read_side_files(out: Path, hours: float) -> tuple[dict, float]:
+    """Return the best checkpoint as best.json has it and the hours of training so far, given those at the checkpoint."""
+    best = dict(file=None, step=None, val_ce=math.inf)
+    try:
+        read = json.loads((out / "best.json").read_text(encoding="utf-8"))
+        if (out / str(read["file"])).is_file() and math.isfinite(read["val_ce"]):
+            best = {name: read[name] for name in best}
+    except (OSError, ValueError, TypeError, KeyError):          # none yet, or not readable: the next best is written anew
+        pass
+    try:                                                        # the hours behind the last checkpoint were paid for too
+        noted = json.loads((out / "clock.json").read_text(encoding="utf-8"))["hours"] + 0.0
+        if hours < noted < math.inf:
+            print(f"{(noted - hours) * 60:.1f} minutes of training behind that checkpoint were lost; they count towards max_hours")
+            hours = noted
+    except (OSError, ValueError, TypeError, KeyError):          # none yet, or not readable: the checkpoint's clock stands
+        pass
+    return best, hours
+
+
+def restore(path: Path | None, content: dict | None, model: Cipher, optimizer, place: torch.device) -> dict | None:
+    """Take up rank 0's checkpoint on every rank and return its state; None where there is none. Only rank 0 has read it."""
+    if content is not None:
+        try:
+            model.load_state_dict(content["model"])
+            optimizer.load_state_dict(content["optimizer"])
+            missing = [n for n, p in model.named_parameters() if "exp_avg" not in optimizer.state[p]]
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(f"{path}: does not fit this model ({str(error).splitlines()[-1].strip()[:150]}) - choose another --out_dir") from None
+        if missing:
+            raise UserError(f"{path}: holds no Adam moments for {missing[0]} - resume from another checkpoint")
+    rest = share(content and {name: content[name] for name in ("rng", *fresh_state())})
+    if rest is None:
+        return None
+    if dist.is_initialized():                       # so that no other rank needs the folder
+        moments = []
+        for p in model.parameters():
+            own = optimizer.state[p]
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                moments.append(own.setdefault(name, torch.zeros((), device=place) if name == "step" else torch.zeros_like(p)))
+        for tensor in [*model.state_dict().values(), *moments]:
+            dist.broadcast(tensor, 0)
+    for group, own in zip(optimizer.param_groups, parameter_groups(model, weight_decay)):
+        group["weight_decay"] = own["weight_decay"]             # as given now, like lr in the loop
+    set_rng_state(rest.pop("rng"), place)
+    return rest
+
+
+def trim_metrics(file: Path, state: dict) -> None:
+    """Take out the rows behind a state: they will be written again."""
+    def keep(line):
+        try:
+            row = json.loads(line)
+            return row["step"] < state["step"] or row["step"] == state["step"] and ("val_ce" not in row or state["last_eval"] == row["step"])
+        except (ValueError, TypeError, KeyError):               # half a line, or not ours
+            return False
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(True) if file.exists() else []
+    config.write_text(file, "".join(line for line in lines if line.endswith("\n") and keep(line)))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Ranks: the processes of one run, one per GPU. Without torchrun there is one, and all of this is nothing
+# ----------------------------------------------------------------------------------------------------------
+
+def choose_gpu() -> None:
+    """Under torchrun: take this process's own GPU before anything touches the first."""
+    here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if device not in ("auto", "cuda", "cpu"):
+        raise UserError(f'device={device}: under torchrun each process takes its own GPU - leave out --device, or set it to "cuda" or "cpu"')
+    if gpus and device != "cpu":
+        if here > gpus:
+            raise UserError(f"{here} processes on this machine, but {gpus} GPUs - set torchrun's --nproc_per_node={gpus}")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def share(content):
+    """Return rank 0's content on every rank. Plain types and small tensors: it is pickled."""
+    box = [content]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
 # ----------------------------------------------------------------------------------------------------------
 # The run
 # ----------------------------------------------------------------------------------------------------------
@@ -360,8 +479,25 @@ def build(cfg, place: torch.device, number: torch.dtype):
 
 
 def main():
+    if os.environ.get("RANK", "0") != "0":          # of several processes the first one speaks
+        sys.stdout = open(os.devnull, "w")
     settings = config.override(globals())
     check_settings()
+    if "RANK" in os.environ:
+        choose_gpu()
+    try:
+        run(settings)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise UserError(f"batch_size={batch_size} sequences of {seq_len} tokens do not fit into the memory of {device} - " + (
+                f"--batch_size={batch_size // 2} --grad_accum={grad_accum * 2} trains the same with less" if batch_size > 1 else
+                "set --checkpoint_moe=True, or a smaller model") + "; a run with checkpoints goes on from the newest") from None
+        if dist.is_initialized() and "onnection" in str(error):
+            raise UserError(f"another process of this run has ended; look for its error ({str(error).splitlines()[0][-150:]})") from None
+        raise
+
+
+def run(settings: dict) -> None:
     cfg = architecture(settings)
     out = Path(out_dir)
     place, number, said = pick_device(device, dtype)
@@ -371,13 +507,17 @@ def main():
         model, optimizer, how = build(cfg, place, number)
         print(f"{said}; {how}")
         return print_benchmark(model, optimizer, place, number, flops, peak)
-    if list_checkpoints(out) and not resume:
-        raise UserError(f"{out}: holds a run already - leave out --resume=False to continue it, or choose another --out_dir")
-    if (out / "done.json").exists():
-        try:
-            kept = json.loads((out / "done.json").read_text(encoding="utf-8"))["before_cooldown"]
-        except (ValueError, TypeError, KeyError):
-            raise UserError(f"{out / 'done.json'}: damaged - remove it, and the run is taken up again") from None
+    if "RANK" in os.environ:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if grad_accum % world:
+        raise UserError(f"grad_accum={grad_accum} must be a multiple of the {world} processes, which share the micro-steps - "
+                        f"set --grad_accum={math.ceil(grad_accum / world) * world}")
+    local_accum = grad_accum // world
+
+    # only rank 0 touches out_dir: on several machines the others need not see it
+    finished, kept = share(finished_before(out) if rank == 0 else None)
+    if finished:
         print(f"{out}: this run is finished. Next: python sample.py --out_dir={out}" + (
             f". To train longer, copy {kept} and its .sha256 into a new folder and set --out_dir and a larger --max_tokens (and --max_hours, "
             f"which counts the hours before)" if kept else ""))
@@ -397,82 +537,59 @@ def main():
                         f"or --max_passes={math.ceil(passes)}")
     load_tokenizer(Path(data_dir) / "tokenizer.json", manifest["tokenizer_sha256"])
     hashes = dict(tokenizer_sha256=manifest["tokenizer_sha256"], manifest_sha256=config.sha256_file(Path(data_dir) / "manifest.json"))
+    differing = [name for name, digest in share(hashes).items() if hashes[name] != digest]
+    if differing:
+        raise UserError(f"{data_dir}: another {differing[0].removesuffix('_sha256')} than on the first machine - copy that one's data_dir here")
 
     # the folder, before anything is built or compiled
-    if out.exists() and not list_checkpoints(out) and not is_run_folder(out):
-        raise UserError(f"{out}: holds files of something else that this run would overwrite - choose another --out_dir")
-    out.mkdir(parents=True, exist_ok=True)
-    held = config.lock(out)                         # noqa: F841 - until the process ends
     parts = count_parameters(cfg)
     checkpoint_bytes = 12 * parts["total"]          # FP32 weights and two moments
-    if (free := shutil.disk_usage(out).free) < 2 * checkpoint_bytes:
-        raise UserError(f"{out}: {free / 1e9:.1f} GB free on this disk, and a checkpoint takes {checkpoint_bytes / 1e9:.1f} - make room for two or "
-                        f"more, or choose an --out_dir on another disk")
+    path = before = None
+    if rank == 0:
+        held = claim(out, checkpoint_bytes)         # noqa: F841 - until the process ends
+        path, before = newest_valid(out)
+        if before is not None:
+            check_same_run(path, before, settings, hashes)
 
-    path, before = newest_valid(out)
-    if before is not None:
-        check_same_run(path, before, settings, hashes)
+    # signals
+    stop, started = [], None                        # signals received; a second one of a kind acts at once
+    def on_signal(which, frame):
+        stop.append(which)
+        signal.signal(which, signal.SIG_DFL)
+        if started is None:
+            print("stopped before the first step of this start: nothing is lost")
+            raise SystemExit(0 if world == 1 else 1)            # torchrun waits for the others of one that ends with 0
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK"):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:     # nohup ignores SIGHUP on purpose
+            signal.signal(getattr(signal, name), on_signal)
 
+    # the model and its state, all of it in the checkpoint
     model, optimizer, how = build(cfg, place, number)
-
-    # state, all of it in the checkpoint
-    state = dict(step=0, tokens=0, hours=0.0, last_eval=-1, val_ce=None, best_val_ce=math.inf, before_cooldown=None,
-                 eval_seconds=0.0, save_seconds=0.0)            # the longest so far; the end of the budget is kept for both
-    if before is not None:
-        try:
-            model.load_state_dict(before["model"])
-            optimizer.load_state_dict(before["optimizer"])
-            missing = [n for n, p in model.named_parameters() if "exp_avg" not in optimizer.state[p]]
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"{path}: does not fit this model ({str(error).splitlines()[-1].strip()[:150]}) - choose another --out_dir") from None
-        if missing:
-            raise UserError(f"{path}: holds no Adam moments for {missing[0]} - resume from another checkpoint")
-        for group, own in zip(optimizer.param_groups, parameter_groups(model, weight_decay)):
-            group["weight_decay"] = own["weight_decay"]         # as given now, like lr below
-        set_rng_state(before["rng"])
-        state = {name: before[name] for name in state}
-        print(f"resumed from {path}: step {state['step']}, {state['tokens']:,} tokens, {state['hours'] * 60:.1f} minutes of training")
+    if rank > 0:
+        torch.manual_seed(seed + rank)              # other dropout than the first, on the same weights
+    state = restore(path, before, model, optimizer, place) or fresh_state()
     del before
-
-    best = dict(file=None, step=None, val_ce=math.inf)          # as in best.json
-    try:
-        read = json.loads((out / "best.json").read_text(encoding="utf-8"))
-        if (out / str(read["file"])).is_file() and math.isfinite(read["val_ce"]):
-            best = {name: read[name] for name in best}
-    except (OSError, ValueError, TypeError, KeyError):          # none yet, or not readable: the next best is written anew
-        pass
-
-    clock_file = out / "clock.json"                 # the hours so far: those behind the last checkpoint were paid for too
-    try:
-        noted = json.loads(clock_file.read_text(encoding="utf-8"))["hours"] + 0.0
-        if state["hours"] < noted < math.inf:
-            print(f"{(noted - state['hours']) * 60:.1f} minutes of training behind that checkpoint were lost; they count towards max_hours")
-            state["hours"] = noted
-    except (OSError, ValueError, TypeError, KeyError):          # none yet, or not readable: the checkpoint's clock stands
-        pass
-
-    for leftover in out.glob("step_*.pt*.tmp"):
-        leftover.unlink()
-    shutil.copyfile(Path(data_dir) / "tokenizer.json", out / "tokenizer.json")
-    config.write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
+    net = model                                     # whose gradients are averaged over the ranks, where there are several
+    if world > 1:
+        net = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    if state["step"]:
+        print(f"resumed from {path}: step {state['step']}, {state['tokens']:,} tokens, {state['hours'] * 60:.1f} minutes of training")
+    best, hours_before = share(read_side_files(out, state["hours"]) if rank == 0 else None)
     metrics_file = out / "metrics.jsonl"
-    if metrics_file.exists():                       # what lies behind the checkpoint will be written again
-        def keep(line):
-            try:
-                row = json.loads(line)
-                return row["step"] < state["step"] or row["step"] == state["step"] and ("val_ce" not in row or state["last_eval"] == row["step"])
-            except (ValueError, TypeError, KeyError):           # half a line, or not ours
-                return False
-        lines = metrics_file.read_text(encoding="utf-8", errors="replace").splitlines(True)
-        config.write_text(metrics_file, "".join(line for line in lines if line.endswith("\n") and keep(line)))
-    metrics = open(metrics_file, "a", encoding="utf-8", newline="\n", buffering=1)
+    if rank == 0:
+        for leftover in out.glob("step_*.pt*.tmp"):
+            leftover.unlink()
+        shutil.copyfile(Path(data_dir) / "tokenizer.json", out / "tokenizer.json")
+        config.write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
+        trim_metrics(metrics_file, state)
+    metrics = open(metrics_file if rank == 0 else os.devnull, "a", encoding="utf-8", newline="\n", buffering=1)
 
     tokens_per_step = batch_size * grad_accum * seq_len
     planned_steps = math.ceil(max_tokens / tokens_per_step)
     n_val = min(val.n_windows, eval_tokens // seq_len)
     if compile and n_val > batch_size:
         n_val -= n_val % batch_size                 # a last batch of another shape would be compiled for itself
-    print(f"{said}; {how}")
+    print(f"{said}; {how}" + (f"; {world} processes" if world > 1 else ""))
     print(f"model: {parts['total'] / 1e6:.1f}M parameters, {parts['active'] / 1e6:.1f}M active; {flops / 1e6:,.1f} MFLOP per token")
     print(f"step: {batch_size} sequences x {grad_accum} micro-steps x {seq_len} tokens = {tokens_per_step:,} tokens; "
           f"{max_tokens:,} tokens are {planned_steps:,} steps, {passes:.2f} passes over the data"
@@ -480,20 +597,18 @@ def main():
     print(f"validation: {n_val * seq_len:,} tokens every {eval_interval} steps; checkpoints every {checkpoint_minutes:g} minutes, "
           f"{checkpoint_bytes / 1e9:.2f} GB each, into {out}")
 
-    # clock and signals
-    stop = []                                       # signals received; a second one of a kind acts at once
-    def on_signal(which, frame):
-        stop.append(which)
-        signal.signal(which, signal.SIG_DFL)
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK"):
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:     # nohup ignores SIGHUP on purpose
-            signal.signal(getattr(signal, name), on_signal)
-    started = saved_at = best_saved_at = noted_at = time.monotonic()
-    first_step, step_seconds, measured_seconds = state["step"], 0.0, 0.0
-    hours_before = state["hours"]
+    # clock: rank 0's, so that all ranks decide alike; look() reads it, and whether any rank was told to stop
+    started = time.monotonic()
+    seconds = saved_at = best_saved_at = noted_at = 0.0         # since started
+    stopping, step_seconds, measured_seconds = False, 0.0, 0.0
+
+    def look() -> None:
+        nonlocal seconds, stopping
+        seconds, told = over_ranks(time.monotonic() - started if rank == 0 else 0.0, float(bool(stop)), op="MAX")
+        stopping = bool(told)
 
     def clock() -> float:
-        return hours_before + (time.monotonic() - started) / 3600
+        return hours_before + seconds / 3600
 
     def progress_now() -> float:
         # before the first evaluation: a forward pass takes less than half of what a step does to a sequence
@@ -514,38 +629,66 @@ def main():
             say(f"warning: a line of {metrics_file} was not written ({error})")
 
     def val_batches():
-        for first in range(0, n_val, batch_size):
-            if stop:
+        """This rank's share of the validation windows; the ranks stop together."""
+        for first in range(0, n_val, world * batch_size):
+            look()
+            if stopping:
                 raise Interrupted
-            yield val.batch(first, min(batch_size, n_val - first))
+            own = first + rank * batch_size
+            if own < n_val:
+                yield val.batch(own, min(batch_size, n_val - own))
 
     def save() -> None:
         """Save at this step, unless it is there; a failure is loud and costs nothing that was there."""
         nonlocal saved_at
         target = out / f"step_{state['step']:08d}.pt"
         state["hours"] = clock()
-        try:
-            if not target.exists():
-                write_checkpoint(target, dict(
-                    model=model.state_dict(), optimizer=optimizer.state_dict(), rng=rng_state(), settings=settings, **state, **hashes,
-                    token_offset=state["tokens"]))
-        except OSError as error:
-            say(f"warning: checkpoint {target.name} was NOT saved ({error}); the run goes on - make room, the next try is in a minute")
-            saved_at = time.monotonic() + 60 - checkpoint_minutes * 60
+        rngs = [rng_state(place)] * world
+        if world > 1:
+            dist.all_gather_object(rngs, rngs[0])
+        failed = ""
+        if rank == 0 and not target.exists():
+            try:
+                write_checkpoint(target, dict(model=model.state_dict(), optimizer=optimizer.state_dict(), rng=rngs, settings=settings, **state, **hashes))
+            except OSError as error:
+                failed = str(error)
+        failed = share(failed)
+        look()
+        saved_at = seconds
+        if failed:
+            say(f"warning: checkpoint {target.name} was NOT saved ({failed}); the run goes on - make room, the next try is in a minute")
+            saved_at += 60 - checkpoint_minutes * 60
             return
-        saved_at = time.monotonic()
         if state["last_eval"] == state["step"] and state["val_ce"] < best["val_ce"]:
             best.update(file=target.name, step=state["step"], val_ce=state["val_ce"])
             try:
-                config.write_text(out / "best.json", json.dumps(best) + "\n")
+                if rank == 0:
+                    config.write_text(out / "best.json", json.dumps(best) + "\n")
             except OSError as error:
                 say(f"warning: best.json was not written ({error})")
-        if keep_checkpoints is not None:
+        if keep_checkpoints is not None and rank == 0:
             spared = {target.name, best["file"], state["before_cooldown"]}
             for old in list_checkpoints(out)[:-keep_checkpoints]:
                 if old.name not in spared:
                     old.unlink()
                     Path(f"{old}.sha256").unlink(missing_ok=True)
+
+    def go_back(why: str) -> None:
+        """Take up the newest checkpoint, but past the windows read since: they may be what broke the run. Once per checkpoint."""
+        nonlocal state, metrics, went_back_to, skipped
+        path, before = newest_valid(out) if rank == 0 else (None, None)
+        path = share(path and str(path))
+        if path is None or path == went_back_to:
+            raise UserError(f"{why}, " + (f"twice behind {path}" if path else "and there is no checkpoint to go back to") +
+                            f" - lower --lr (now {lr}) and start again; a run with checkpoints goes on from the newest in {out}")
+        state = restore(Path(path), before, model, optimizer, place) | dict(token_offset=state["token_offset"])
+        went_back_to, skipped = path, 0
+        metrics.close()
+        if rank == 0:
+            trim_metrics(metrics_file, state)
+        metrics = open(metrics.name, "a", encoding="utf-8", newline="\n", buffering=1)
+        bar.n = min(state["tokens"], max_tokens)
+        say(f"warning: {why}; gone back to {path}, and on with other windows of the data")
 
     def forecast(rate: float) -> None:
         """Say what the budget buys at the measured tokens/s, what it costs and whether the disk has room for it."""
@@ -556,15 +699,15 @@ def main():
         say(f"measured: {rate:,.0f} tokens/s; {'max_tokens' if by_tokens <= by_clock else 'max_hours'} ends the run in about "
             + (f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes")
             + f", at {tokens:,.0f} tokens, {tokens / (train.n_windows * seq_len):.2f} passes over the data"
-            + (f", for {total * gpu_dollars_per_hour:,.2f} dollars in all" if gpu_dollars_per_hour is not None else ""))
+            + (f", for {total * world * gpu_dollars_per_hour:,.2f} dollars in all" if gpu_dollars_per_hour is not None else ""))
         coming = math.ceil(hours * 60 / checkpoint_minutes) + 2             # and before the cooldown, and a best or the last
         coming = coming if keep_checkpoints is None else min(coming, keep_checkpoints + 3)
-        free = shutil.disk_usage(out).free
+        free = shutil.disk_usage(out).free if rank == 0 else math.inf
         if coming * checkpoint_bytes > free:
             say(f"warning: {out} has room for {free // checkpoint_bytes} more checkpoints of {checkpoint_bytes / 1e9:.1f} GB, and about {coming} are to come - "
                 f"make room, or start again with --keep_checkpoints={max(1, min(3, free // checkpoint_bytes - 3))}")
 
-    bar = tqdm(total=max_tokens, initial=min(state["tokens"], max_tokens), unit="tok", unit_scale=True, disable=None, leave=False)
+    bar = tqdm(total=max_tokens, initial=min(state["tokens"], max_tokens), unit="tok", unit_scale=True, disable=True if rank else None, leave=False)
     def say(text: str) -> None:
         """Print above the bar, if there is one. A closed terminal or pipe must not end the run."""
         try:
@@ -573,14 +716,17 @@ def main():
             pass
 
     say(f"{'step':>7} {'tokens':>12} {'ce':>7} {'z':>7} {'ortho':>7} {'overlap':>7} {'load':>5} {'lr':>8} {'norm':>6} {'tok/s':>9} {'left':>8}")
-    skipped, rate_tokens, rate_seconds, progress_before = 0, 0, 0.0, progress_now()
+    look()
+    skipped, steps_here, rate_tokens, rate_seconds, went_back_to = 0, 0, 0, 0.0, None
+    progress_before, seconds_before = progress_now(), seconds
 
     while True:
         # between steps: evaluate, save, stop ------------------------------------------------------------
+        look()
         progress = progress_now()
         finished, new_best = progress >= 1, False
         if state["step"] > 0 and (state["step"] % eval_interval == 0 or finished) and state["last_eval"] != state["step"]:
-            began = time.monotonic()
+            began = seconds
             try:
                 state["val_ce"] = mean_ce(model, val_batches(), autocast(place, number))
                 state["last_eval"] = state["step"]
@@ -591,19 +737,23 @@ def main():
                 say(f"{state['step']:>7} {state['tokens']:>12,} validation ce {state['val_ce']:.4f}" + (", the best so far" if best_so_far else ""))
             except Interrupted:
                 finished = False                    # the evaluation is done again at resume
-            state["eval_seconds"] = max(state["eval_seconds"], time.monotonic() - began)
+            look()
+            state["eval_seconds"] = max(state["eval_seconds"], seconds - began)
         cooling = schedule == "wsd" and progress > 1 - cooldown and state["step"] > 0
         entering = cooling and state["before_cooldown"] is None
         state["before_cooldown"] = None if not cooling else state["before_cooldown"] or f"step_{state['step']:08d}.pt"
-        stopping, now = bool(stop), time.monotonic()
-        due = now - saved_at >= checkpoint_minutes * 60 or new_best and now - best_saved_at >= BEST_SAVE_SECONDS
+        due = not skipped and (seconds - saved_at >= checkpoint_minutes * 60 or new_best and seconds - best_saved_at >= BEST_SAVE_SECONDS)
         if state["step"] > 0 and (finished or stopping or entering or due):
+            if not torch.stack([tensor.isfinite().all() for tensor in model.state_dict().values()]).all():
+                go_back(f"step {state['step']}: the weights are not finite")
+                continue
+            began = seconds
             save()
-            state["save_seconds"] = max(state["save_seconds"], time.monotonic() - now)
-            best_saved_at = time.monotonic() if new_best else best_saved_at
+            state["save_seconds"] = max(state["save_seconds"], seconds - began)
+            best_saved_at = seconds if new_best else best_saved_at
         if finished or stopping:
             break
-        began = time.monotonic()
+        began = seconds
         step_lr, step_bias_rate = schedule_factors(state["step"], planned_steps, progress)
         for group in optimizer.param_groups:
             group["lr"] = step_lr
@@ -611,14 +761,18 @@ def main():
 
         # ================================ the step ================================
         sums, load = torch.zeros(4, device=place), 0
-        window = state["tokens"] // seq_len
-        for micro in range(grad_accum):
-            inputs, targets = (to_device(t) for t in train.batch(window + micro * batch_size, batch_size))
+        window = state["token_offset"] // seq_len
+        for micro in range(local_accum):
+            inputs, targets = (to_device(t) for t in train.batch(window + (micro * world + rank) * batch_size, batch_size))
+            if world > 1:
+                net.require_backward_grad_sync = micro == local_accum - 1       # DDP's switch: one exchange a step
             with autocast(place, number):
-                result = model(inputs, targets)
-            (total_loss(result) / grad_accum).backward()
+                result = net(inputs, targets)
+            (total_loss(result) / local_accum).backward()
             sums += torch.stack([result[name].detach() for name in ("ce", "z", "ortho", "overlap")]) / grad_accum
             load = load + result["load"]
+        if world > 1:
+            dist.all_reduce(load)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip, foreach=True).item()   # the step's one host read
         if math.isfinite(grad_norm):
             optimizer.step()
@@ -626,59 +780,67 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         # ==========================================================================
 
+        look()
+        steps_here += 1
         state["step"] += 1
         state["tokens"] += tokens_per_step
-        skipped = 0 if math.isfinite(grad_norm) else skipped + 1
-        if skipped:
-            say(f"warning: step {state['step']}: the gradient is not finite; the step was skipped ({skipped} in a row)")
-            if skipped == SKIPS_IN_A_ROW:
-                raise UserError(f"{skipped} steps in a row had a non-finite gradient - lower --lr (now {lr}) and start again: the run "
-                                f"resumes from its newest checkpoint in {out}")
-        step_seconds = time.monotonic() - began
+        state["token_offset"] += tokens_per_step
+        step_seconds = seconds - began
         rate_tokens, rate_seconds = rate_tokens + tokens_per_step, rate_seconds + step_seconds
-        done_here = state["step"] - first_step
-        measured_seconds += step_seconds if 1 < done_here <= 1 + MEASURED_STEPS else 0.0        # the first step of a start is slow
-        if done_here == 1 + MEASURED_STEPS:
+        measured_seconds += step_seconds if 1 < steps_here <= 1 + MEASURED_STEPS else 0.0       # the first step of a start is slow
+        if steps_here == 1 + MEASURED_STEPS:
             forecast(MEASURED_STEPS * tokens_per_step / max(1e-9, measured_seconds))
-        if time.monotonic() - noted_at >= CLOCK_SECONDS:
-            noted_at = time.monotonic()
+        if rank == 0 and seconds - noted_at >= CLOCK_SECONDS:
+            noted_at = seconds
             try:
-                config.write_text(clock_file, json.dumps(dict(hours=clock())) + "\n")
+                config.write_text(out / "clock.json", json.dumps(dict(hours=clock())) + "\n")
             except OSError:                         # a full disk is reported where it costs something, at the checkpoint
                 pass
         bar.update(min(tokens_per_step, max(0, max_tokens - bar.n)))
         if logging:
+            if world > 1:
+                dist.all_reduce(sums)
             ce, z, ortho, overlap = sums.tolist()
-            share = load.float() / load.sum(-1, keepdim=True).clamp(min=1)                       # [L, P, E]
-            entropy = -torch.xlogy(share, share).sum(-1).mean(1) / math.log(max(2, n_routed))    # [L], 1 = even
-            largest = share.flatten(1).amax(1).tolist() if n_routed else []                      # [L]
+            share_of_load = load.float() / load.sum(-1, keepdim=True).clamp(min=1)                              # [L, P, E]
+            entropy = -torch.xlogy(share_of_load, share_of_load).sum(-1).mean(1) / math.log(max(2, n_routed))   # [L], 1 = even
+            largest = share_of_load.flatten(1).amax(1).tolist() if n_routed else []                             # [L]
             speed = rate_tokens / rate_seconds
             done = progress_now()
-            left = (clock() - hours_before) * max(0, 1 - done) / max(1e-9, done - progress_before)
+            left = (seconds - seconds_before) / 3600 * max(0, 1 - done) / max(1e-9, done - progress_before)
             write_metrics(dict(
                 step=state["step"], tokens=state["tokens"], ce=ce, z=z, ortho=ortho, overlap=overlap, lr=step_lr,
-                bias_update_rate=step_bias_rate, grad_norm=grad_norm, tokens_per_s=round(speed, 1), mfu=speed * flops / peak if peak else None,
+                bias_update_rate=step_bias_rate, grad_norm=grad_norm, tokens_per_s=round(speed, 1), mfu=speed * flops / peak / world if peak else None,
                 max_load_share=largest, load_entropy=entropy.tolist() if n_routed else [], hours=clock(),
                 memory_gib=torch.cuda.max_memory_allocated(place) / 2 ** 30 if place.type == "cuda" else None))
             say(f"{state['step']:>7} {state['tokens']:>12,} {ce:>7.4f} {z:>7.3f} {ortho:>7.4f} {overlap:>7.3f} {max(largest, default=0):>5.2f} "
                 f"{step_lr:>8.1e} {grad_norm:>6.2f} {speed:>9,.0f} {left * 60:>6.1f} m")
             rate_tokens, rate_seconds = 0, 0.0
+        if not math.isfinite(grad_norm):
+            skipped += 1
+            say(f"warning: step {state['step']}: the gradient is not finite; the step was skipped ({skipped} in a row)")
+            if skipped == SKIPS_IN_A_ROW:
+                go_back(f"{skipped} steps in a row had a non-finite gradient")
+        else:
+            skipped = 0
 
     metrics.close()
     bar.close()
+    if world > 1:
+        dist.destroy_process_group()
     last = out / f"step_{state['step']:08d}.pt"
     config_file = config.config_argument()
     again = f"python train.py{config_file and ' ' + config_file}"
-    if state["step"] > 0 and not last.exists():
+    if rank == 0 and state["step"] > 0 and not last.exists():
         raise UserError(f"{out}: the last checkpoint could not be saved - make room there and start again: {again}")
     if not finished:
         print(f"stopped at step {state['step']}, {progress:.0%} of the budget; {'saved' if state['step'] else 'nothing to save yet'}. Start again to go on: {again}")
         return
     summary = dict(step=state["step"], tokens=state["tokens"], hours=state["hours"], val_ce=state["val_ce"], best=best,
                    before_cooldown=state["before_cooldown"])
-    config.write_text(out / "done.json", json.dumps(summary, indent=1) + "\n")
+    if rank == 0:
+        config.write_text(out / "done.json", json.dumps(summary, indent=1) + "\n")
     print(f"finished: {state['step']} steps, {state['tokens']:,} tokens in {state['hours'] * 60:.1f} minutes"
-          + (f" for {state['hours'] * gpu_dollars_per_hour:,.2f} dollars" if gpu_dollars_per_hour is not None else "") + f"; validation ce {state['val_ce']:.4f} nats "
+          + (f" for {state['hours'] * world * gpu_dollars_per_hour:,.2f} dollars" if gpu_dollars_per_hour is not None else "") + f"; validation ce {state['val_ce']:.4f} nats "
           f"per token, best {best['val_ce']:.4f} ({best['file']})")
     print(f"next: python sample.py{config_file and ' ' + config_file}    and    python evaluate.py{config_file and ' ' + config_file}")
 
