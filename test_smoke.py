@@ -18,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -76,12 +77,12 @@ def call(module, *argv):
     return code, text.getvalue()
 
 
-def start(script, *argv, inject="", folder=None, **env):
+def start(script, *argv, inject="", folder=None, launcher=(), **env):
     """Start a script as a user does. inject: Python that runs before it (a sitecustomize.py), to place a fault inside."""
     if inject:
         (folder / "sitecustomize.py").write_text(inject, encoding="utf-8")
         env["PYTHONPATH"] = str(folder)
-    return subprocess.Popen([sys.executable, str(ROOT / script), *map(str, argv)], cwd=folder, env=os.environ | env, text=True,
+    return subprocess.Popen([sys.executable, *launcher, str(ROOT / script), *map(str, argv)], cwd=folder, env=os.environ | env, text=True,
                             encoding="utf-8", errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -1537,6 +1538,70 @@ def test_non_finite_gradients_in_a_row_end_the_run(tiny, tmp_path, monkeypatch):
     assert all(t.isfinite().all() for p in model_py.list_checkpoints(tmp_path / "out") for t in leaves(torch.load(p, weights_only=True)["model"]))
 
 
+def test_a_run_goes_back_past_the_windows_that_broke_it(tiny, tmp_path, monkeypatch):
+    """Ten bad gradients in a row, twice, at other places: to the newest checkpoint each time, and on with windows not seen yet."""
+    windows, batch, bad = [], TokenStream.batch, {*range(8, 18), *range(20, 30)}
+
+    def poison(parameters):
+        parameters[0].grad[0] = float("nan")
+
+    def batch_noted(self, first, count):
+        if self.seed == 1337:
+            windows.append(first)
+        return batch(self, first, count)
+    monkeypatch.setattr(TokenStream, "batch", batch_noted)
+    on_clip(monkeypatch, dict.fromkeys(bad, poison))
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--checkpoint_minutes=1e-6", "--schedule=cosine")
+    assert code == 0 and text.count("gone back to") == 2 and "step_00000007.pt" in text and "step_00000009.pt" in text, text
+    assert windows == [*range(0, 2 * 2 * (STEPS + 20), 2)]           # none twice, none left out
+    assert [row["step"] for row in rows(tmp_path / "out") if "ce" in row] == [*range(1, STEPS + 1)]
+    assert [row["step"] for row in rows(tmp_path / "out") if "val_ce" in row] == [5, 10, 15, 20]
+    for path in model_py.list_checkpoints(tmp_path / "out"):
+        content = torch.load(path, weights_only=True)
+        assert all(t.isfinite().all() for t in leaves(content["model"])) and content["tokens"] == content["step"] * STEP_TOKENS
+        assert content["token_offset"] == content["tokens"] + 10 * STEP_TOKENS * ((content["step"] > 7) + (content["step"] > 9))
+
+
+def test_without_a_checkpoint_to_go_back_to_the_run_ends(tiny, tmp_path, monkeypatch):
+    def poison(parameters):
+        parameters[0].grad[0] = float("nan")
+    on_clip(monkeypatch, dict.fromkeys(range(3, 99), poison))
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}")
+    assert code == 2 and "no checkpoint to go back to" in text.splitlines()[-1] and "--lr" in text and not model_py.list_checkpoints(tmp_path / "out")
+
+
+def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path, monkeypatch):
+    def spoil(parameters):
+        parameters[2].data[0] = float("inf")
+    on_clip(monkeypatch, {6: spoil})
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--checkpoint_minutes=1e-6")
+    assert code == 0 and "step 6: the weights are not finite; gone back to" in text and "step_00000005.pt" in text, text
+    assert [row["step"] for row in rows(tmp_path / "out") if "ce" in row] == [*range(1, STEPS + 1)]
+    on_clip(monkeypatch, {6: spoil, 7: spoil})
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'again'}", "--checkpoint_minutes=1e-6")
+    assert code == 2 and "twice behind" in text.splitlines()[-1], text
+    paths = model_py.list_checkpoints(tmp_path / "out") + model_py.list_checkpoints(tmp_path / "again")
+    assert len(paths) >= STEPS + 4 and all(t.isfinite().all() for p in paths for t in leaves(torch.load(p, weights_only=True)["model"]))
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "build", send(signal.SIGTERM))
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}")
+    assert code == 0 and "nothing is lost" in text.splitlines()[-1] and not model_py.list_checkpoints(tmp_path / "out")
+
+
+@pytest.mark.parametrize("fault, says", [(torch.OutOfMemoryError, "CUDA out of memory"), (RuntimeError, "[enforce fail] DefaultCPUAllocator: can't allocate memory")])
+def test_out_of_memory_is_one_line_with_advice_and_costs_no_checkpoint(tiny, reference, tmp_path, monkeypatch, fault, says):
+    def out_of_memory(_):
+        raise fault(says)
+    with monkeypatch.context() as patch:
+        on_clip(patch, {7: out_of_memory})
+        code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--checkpoint_minutes=1e-6")
+    assert code == 2 and "--batch_size=1 --grad_accum=4" in text.splitlines()[-1] and "Traceback" not in text, text
+    assert call(train, tiny, f"--out_dir={tmp_path / 'out'}")[0] == 0
+    assert_same_run(tmp_path / "out", reference)
+
+
 def test_metrics_stay_json_when_a_gradient_is_not_finite(tiny, tmp_path, monkeypatch):
     def poison(parameters):
         parameters[0].grad[0] = float("nan")
@@ -1709,6 +1774,116 @@ def test_blocks_compile_without_a_break_and_give_the_same_gradients():
             results.append([result["ce"].detach(), *(p.grad for p in model.parameters())])
         assert not torch._dynamo.utils.counters["graph_break"] and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         torch.testing.assert_close(results[0], results[1], rtol=2e-2, atol=2e-3)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# train: several processes
+# ----------------------------------------------------------------------------------------------------------
+
+RANKS = dict(batch_size=1, grad_accum=4, dropout=0.0, grad_clip=0.05)           # clipping is active in every step
+NOTE_RANKS = f"""
+import json, os, signal, sys
+if "RANK" in os.environ:
+    sys.path.insert(0, {str(ROOT)!r})
+    import model
+    update, steps = model.Cipher.update_bias, []
+    def update_bias(self, load, rate):
+        update(self, load, rate)
+        steps.append(1)
+        with open("rank" + os.environ["RANK"], "a") as file:
+            file.write(json.dumps([load.tolist(), [b.moe.router.expert_bias.tolist() for b in self.blocks], sum(p.double().sum().item() for p in self.parameters())]) + "\\n")
+        if len(steps) == int(os.environ.get("STOP_AFTER", 0)) and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+    model.Cipher.update_bias = update_bias
+"""
+
+
+def torchrun(n, *argv, folder, launcher=("--standalone",), **env):
+    """train.py in n processes, by torchrun."""
+    return start("train.py", *argv, folder=folder, inject=NOTE_RANKS, launcher=["-m", "torch.distributed.run", *launcher, f"--nproc_per_node={n}"],
+                 OMP_NUM_THREADS="1", **env)
+
+
+@pytest.fixture(scope="session")
+def alone(tiny):
+    """The folder of one process's run to compare several with."""
+    out = tiny.parent / "alone"
+    code, text = call(train, tiny, f"--out_dir={out}", *(f"--{name}={value}" for name, value in RANKS.items()))
+    assert code == 0 and all(row["grad_norm"] > 0.05 for row in rows(out) if "ce" in row), text
+    return out
+
+
+def assert_trained_alike(out, alone, loose=("grad_norm",)):
+    """The same training to rounding."""
+    assert len(rows(out)) == len(rows(alone))
+    for one, two in zip(rows(out), rows(alone)):
+        assert one.keys() == two.keys() and one["step"] == two["step"]
+        for name in one:
+            assert one[name] == pytest.approx(two[name], rel=1e-3 if name in loose else 2e-5, abs=1e-6), (one["step"], name)
+    one, two = checkpoint(out)["model"], checkpoint(alone)["model"]
+    assert all(torch.equal(one[name], two[name]) for name in one if "expert_bias" in name)
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_and_one_goes_on_alone(tiny, alone, tmp_path):
+    argv = [tiny, f"--out_dir={tmp_path / 'out'}", *(f"--{name}={value}" for name, value in RANKS.items())]
+    code, text = finish(torchrun(2, *argv, folder=tmp_path, STOP_AFTER="7"))
+    assert code == 0 and text.count("stopped at step 7") == 1 and "2 processes" in text, text
+    assert [p.name for p in model_py.list_checkpoints(tmp_path / "out")] == ["step_00000007.pt"] and not (tmp_path / "out/done.json").exists()
+    noted = [(tmp_path / f"rank{n}").read_text().splitlines() for n in range(2)]
+    assert noted[0] == noted[1] and len(noted[0]) == 7               # loads of all, biases and weights, on both
+    assert sum(json.loads(noted[0][0])[0][0][0]) == STEP_TOKENS * TINY["top_k"] // 2
+    code, text = call(train, *argv)
+    assert code == 0 and "resumed" in text, text
+    assert_trained_alike(tmp_path / "out", alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_processes_train_as_one(tiny, alone, tmp_path, n):
+    code, text = finish(torchrun(n, tiny, f"--out_dir={tmp_path / 'out'}", *(f"--{name}={value}" for name, value in RANKS.items()), folder=tmp_path))
+    assert code == 0 and text.count("finished: ") == 1, text
+    noted = [(tmp_path / f"rank{rank}").read_text() for rank in range(n)]
+    assert len(set(noted)) == 1
+    assert_trained_alike(tmp_path / "out", alone)
+
+
+@pytest.mark.slow
+def test_processes_resume_bit_for_bit_with_dropout(tiny, tmp_path):
+    argv = [tiny, f"--max_tokens={12 * STEP_TOKENS}"]
+    assert finish(torchrun(2, *argv, f"--out_dir={tmp_path / 'whole'}", folder=tmp_path))[0] == 0
+    for stop in ("5", "0"):
+        code, text = finish(torchrun(2, *argv, f"--out_dir={tmp_path / 'parts'}", folder=tmp_path, STOP_AFTER=stop))
+        assert code == 0, text
+    assert "resumed from" in text and rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    one, two = (leaves(checkpoint(tmp_path / name, 12)[part]) for part in ("model",) for name in ("whole", "parts"))
+    assert all(torch.equal(a, b) for a, b in zip(one, two))
+
+
+@pytest.mark.slow
+def test_two_machines_by_torchruns_rendezvous_one_writer(tiny, alone, tmp_path):
+    """Two launchers on loopback, each with a folder of its own: only the first machine's is written."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launchers = []
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+        launchers.append(torchrun(1, tiny, "--out_dir=out", *(f"--{name}={value}" for name, value in RANKS.items()), folder=tmp_path / str(node),
+                                  launcher=("--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=1", "--local_addr=127.0.0.1")))
+    assert [finish(process)[0] for process in launchers] == [0, 0]
+    written = [folder for folder in ("0", "1") if (tmp_path / folder / "out").exists()]
+    assert len(written) == 1
+    assert_trained_alike(tmp_path / written[0] / "out", alone)
+
+
+def test_accumulation_that_the_processes_cannot_share_is_refused(tiny, tmp_path):
+    process = torchrun(2, tiny, f"--out_dir={tmp_path / 'out'}", "--grad_accum=3", folder=tmp_path)
+    text, _ = process.communicate(timeout=120)
+    errors = [line for line in text.splitlines() if "error: grad_accum=3" in line]
+    assert process.returncode != 0 and len(errors) in (1, 2) and errors[0].startswith("rank ") and "--grad_accum=4" in errors[0] and not (tmp_path / "out").exists()
+
 
 
 # ----------------------------------------------------------------------------------------------------------

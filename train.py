@@ -9,6 +9,7 @@ Reads data_dir (prepare.py). Writes into out_dir: config.json, tokenizer.json, m
 step_*.pt with their .sha256, best.json, clock.json, and done.json at the end. Starting again resumes from the newest valid
 checkpoint and is, on the CPU, bit for bit the uninterrupted run. Ctrl-C or SIGTERM: finish the step, save, exit 0.
 """
+import gc
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -495,6 +497,9 @@ def main():
         if dist.is_initialized() and "onnection" in str(error):
             raise UserError(f"another process of this run has ended; look for its error ({str(error).splitlines()[0][-150:]})") from None
         raise
+    if dist.is_initialized():
+        gc.collect()                                # DDP first: were its reference the group's last, the end could hang (pytorch#56297)
+        dist.destroy_process_group()
 
 
 def run(settings: dict) -> None:
@@ -571,6 +576,7 @@ def run(settings: dict) -> None:
     del before
     net = model                                     # whose gradients are averaged over the ranks, where there are several
     if world > 1:
+        warnings.filterwarnings("ignore", "`broadcast_buffers`")            # its successor is not in every version we run on
         net = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
     if state["step"]:
         print(f"resumed from {path}: step {state['step']}, {state['tokens']:,} tokens, {state['hours'] * 60:.1f} minutes of training")
@@ -825,8 +831,6 @@ def run(settings: dict) -> None:
 
     metrics.close()
     bar.close()
-    if world > 1:
-        dist.destroy_process_group()
     last = out / f"step_{state['step']:08d}.pt"
     config_file = config.config_argument()
     again = f"python train.py{config_file and ' ' + config_file}"

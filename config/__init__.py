@@ -193,8 +193,12 @@ def run(main) -> None:
         main()
         sys.stdout.flush()
     except UserError as error:
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""       # torchrun starts several of us
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"{rank}error: {line}", file=sys.stderr)
+        if rank:                                    # a usual exit could wait for the other ranks, which wait for this one
+            sys.stderr.flush()
+            os._exit(2)
         raise SystemExit(2) from None
     except BrokenPipeError:                         # | head has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
