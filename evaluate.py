@@ -15,7 +15,7 @@ import torch
 
 import config
 from config import UserError
-from model import KVCache, P, autocast, choose_branch, find_checkpoint, load_checkpoint, mean_ce, pick_device
+from model import POPULATIONS, KVCache, P, autocast, choose_branch, find_checkpoint, load_checkpoint, mean_ce, pick_device
 from prepare import TokenStream, read_manifest
 from tokenizer import load_tokenizer, token_bytes
 
@@ -29,7 +29,6 @@ batch_size = 16                   # sequences at a time
 eval_tokens = 500_000             # of the validation split, the windows training used
 strict = False                    # True: exit code 1 if a check fails
 
-POPULATIONS = ("Sheldon", "Spock")
 UNIGRAM_TOKENS = 50_000_000       # of the training split, enough to estimate token frequencies
 
 

@@ -54,7 +54,8 @@ max_tokens = 100_000_000
 max_hours: float | None = None
 require_bf16 = False     # True: a GPU with BF16; the report reckons with it
 
-P = 2                    # populations
+POPULATIONS = ("Sheldon", "Spock")
+P = len(POPULATIONS)
 
 if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
     # glibc hands freed blocks back to the system, which zeroes pages for the next step; kept, a step on two cores takes

@@ -16,6 +16,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import sys
 import time
 import warnings
@@ -29,7 +30,7 @@ from tqdm import tqdm
 
 import config
 from config import UserError
-from model import (Cipher, architecture, autocast, choose_branch, count_parameters, flops_per_token, head_loss,
+from model import (POPULATIONS, Cipher, P, architecture, autocast, choose_branch, count_parameters, flops_per_token, head_loss,
                    list_checkpoints, mean_ce, over_ranks, parameter_groups, peak_flops, pick_device, read_checkpoint)
 from prepare import TokenStream, read_manifest, save_synced
 from tokenizer import load_tokenizer
@@ -82,11 +83,13 @@ eval_tokens = 500_000    # of the validation split, always the same windows
 log_interval = 10        # steps
 checkpoint_minutes = 30.0
 keep_checkpoints: int | None = None   # None = all; else the newest so many, and the best
+patience: int | None = 10   # evaluations without a new best until the cooldown begins early; None = never
 # speed
 compile = False          # torch.compile the blocks: pays on an A100 or H100, takes a minute or two at start
 benchmark = False        # True: time a few steps part by part on this machine, write nothing, stop
 
 BEST_SAVE_SECONDS = 300      # a new best is saved at most this often
+HEALTH_STEPS = 100           # routing is judged over so many steps at a time, from the end of the warm-up on
 SKIPS_IN_A_ROW = 10          # non-finite gradients before the run goes back to a checkpoint
 CLOCK_SECONDS = 5            # how much of the clock a kill may forget
 MEASURED_STEPS = 5           # after the first of a start, before the run is forecast
@@ -110,6 +113,7 @@ def check_settings() -> None:
               "weight_decay, z_loss_weight, ortho_weight, bias_update_rate and warmup_steps must not be negative"),
              (max_hours is None or max_hours > 0, f"max_hours={max_hours} must be positive, or None"),
              (keep_checkpoints is None or keep_checkpoints >= 1, f"keep_checkpoints={keep_checkpoints} must be 1 or more, or None"),
+             (patience is None or patience >= 1, f"patience={patience} must be 1 or more, or None"),
              (checkpoint_minutes > 0, f"checkpoint_minutes={checkpoint_minutes} must be positive"),
              (0 <= seed < 1 << 63, f"seed={seed} must be from 0 to 2^63 - 1"),
              (max_passes > 0, f"max_passes={max_passes} must be positive"),
@@ -269,6 +273,7 @@ def fresh_state() -> dict:
     """What a run is besides weights, moments and random numbers: plain values, all of them in every checkpoint."""
     return dict(step=0, tokens=0, hours=0.0, token_offset=0,     # of the next window in the data; ahead of tokens after going back
                 last_eval=-1, val_ce=None, best_val_ce=math.inf, before_cooldown=None,
+                since_best=0, end=1.0,                           # evaluations since the best; share of the budget at which the run ends
                 eval_seconds=0.0, save_seconds=0.0)              # the longest so far; the end of the budget is kept for both
 
 
@@ -438,6 +443,35 @@ def trim_metrics(file: Path, state: dict) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Health: what goes wrong without ending a run, in a line with a remedy
+# ----------------------------------------------------------------------------------------------------------
+
+def routing_faults(load: torch.Tensor, overlap: float) -> dict[str, str]:
+    """Return {kind: warning} for loads [L, P, E], in tokens over HEALTH_STEPS steps, and the populations' mean overlap."""
+    faults, E, K = {}, load.size(-1), top_k // P
+    if E > K:                                       # else every expert takes every token
+        share = load.double() / load.sum(-1, keepdim=True).clamp(min=1)
+        limit = min(0.9 / K, max(0.5 / K, 4 / E))   # 1/K is all an expert can take: every token once
+        places = [(f"layer {layer} {name}", shares) for layer, populations in enumerate(share.tolist()) for name, shares in zip(POPULATIONS, populations)]
+        if dead := [f"{place} {shares.count(0)} of {E}" for place, shares in places if 0 in shares]:
+            faults["dead experts"] = (f"experts without a token in {HEALTH_STEPS} steps: {', '.join(dead)} - raise bias_update_rate (now {bias_update_rate}), "
+                                      f"or train with fewer experts")
+        if taken := [f"{place} expert {shares.index(max(shares))} takes {max(shares) * K:.0%} of the tokens" for place, shares in places if max(shares) > limit]:
+            faults["collapse"] = f"the routing collapses: {', '.join(taken)}, even is {K / E:.0%} - raise bias_update_rate (now {bias_update_rate}) or lower lr (now {lr})"
+    if overlap > 0.3:
+        faults["merging"] = f"the populations merge: overlap {overlap:.2f}, above 0.3 - raise ortho_weight (now {ortho_weight})"
+    return faults
+
+
+def is_spike(ce: float, before: list[float]) -> bool:
+    """True where a loss stands out above those before it: by 6 standard deviations as their median deviation gives them, and 0.5 nats."""
+    if len(before) < 10:
+        return False
+    middle = statistics.median(before)
+    return ce > middle + max(0.5, 6 * 1.4826 * statistics.median(abs(x - middle) for x in before))
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Ranks: the processes of one run, one per GPU. Without torchrun there is one, and all of this is nothing
 # ----------------------------------------------------------------------------------------------------------
 
@@ -555,6 +589,8 @@ def run(settings: dict) -> None:
         path, before = newest_valid(out)
         if before is not None:
             check_same_run(path, before, settings, hashes)
+            if any(before["settings"].get(name) != settings[name] for name in ("max_tokens", "max_hours", "patience")):
+                before.update(since_best=0, end=1.0)            # a budget set anew is to be used
 
     # signals
     stop, started = [], None                        # signals received; a second one of a kind acts at once
@@ -621,7 +657,7 @@ def run(settings: dict) -> None:
         evaluation = state["eval_seconds"] or 0.5 * step_seconds * n_val / (batch_size * grad_accum)
         reserve = (evaluation + state["save_seconds"]) / 3600
         by_hours = clock() / max(1e-9, max_hours - reserve) if max_hours else 0.0
-        return max(state["tokens"] / max_tokens, by_hours)
+        return max(state["tokens"] / max_tokens, by_hours) / state["end"]
 
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
         """Copy without waiting: from pageable memory the host would wait for all the GPU has still to do."""
@@ -696,9 +732,17 @@ def run(settings: dict) -> None:
         bar.n = min(state["tokens"], max_tokens)
         say(f"warning: {why}; gone back to {path}, and on with other windows of the data")
 
+    def warn(faults: dict) -> None:
+        """Say what was not so when last looked at."""
+        nonlocal unwell
+        for kind in faults.keys() - unwell:
+            say(f"warning: step {state['step']}: {faults[kind]}")
+        unwell = faults.keys()
+
     def forecast(rate: float) -> None:
         """Say what the budget buys at the measured tokens/s, what it costs and whether the disk has room for it."""
-        by_tokens, by_clock = max(0, max_tokens - state["tokens"]) / rate / 3600, max_hours - clock() if max_hours else math.inf
+        by_tokens = max(0, max_tokens * state["end"] - state["tokens"]) / rate / 3600
+        by_clock = max_hours * state["end"] - clock() if max_hours else math.inf
         hours = max(0.0, min(by_tokens, by_clock))
         tokens = state["tokens"] + hours * 3600 * rate
         total = clock() + hours
@@ -724,6 +768,7 @@ def run(settings: dict) -> None:
     say(f"{'step':>7} {'tokens':>12} {'ce':>7} {'z':>7} {'ortho':>7} {'overlap':>7} {'load':>5} {'lr':>8} {'norm':>6} {'tok/s':>9} {'left':>8}")
     look()
     skipped, steps_here, rate_tokens, rate_seconds, went_back_to = 0, 0, 0, 0.0, None
+    watched_load, watched_overlap, watched_steps, unwell, losses, spiking = 0, 0, 0, {}, [], False
     progress_before, seconds_before = progress_now(), seconds
 
     while True:
@@ -739,12 +784,20 @@ def run(settings: dict) -> None:
                 new_best = state["val_ce"] < best["val_ce"]     # than the best that is saved
                 best_so_far = state["val_ce"] < state["best_val_ce"]
                 state["best_val_ce"] = min(state["best_val_ce"], state["val_ce"])
+                state["since_best"] = 0 if best_so_far else state["since_best"] + 1
                 write_metrics(dict(step=state["step"], tokens=state["tokens"], val_ce=state["val_ce"]))
                 say(f"{state['step']:>7} {state['tokens']:>12,} validation ce {state['val_ce']:.4f}" + (", the best so far" if best_so_far else ""))
             except Interrupted:
                 finished = False                    # the evaluation is done again at resume
             look()
             state["eval_seconds"] = max(state["eval_seconds"], seconds - began)
+            hold = 1 - cooldown if schedule == "wsd" else 1.0
+            if patience is not None and state["since_best"] >= patience and progress < hold:
+                state["end"] *= progress / hold     # what is left is the cooldown, or nothing
+                progress = progress_now()
+                finished = progress >= 1
+                say(f"warning: validation ce has not fallen for {state['since_best']} evaluations (best {state['best_val_ce']:.4f}); more of the same text would only be "
+                    f"learnt by heart, so {'the cooldown begins now' if schedule == 'wsd' else 'the run ends now'} - prepare more text, or raise dropout; --patience=None trains on")
         cooling = schedule == "wsd" and progress > 1 - cooldown and state["step"] > 0
         entering = cooling and state["before_cooldown"] is None
         state["before_cooldown"] = None if not cooling else state["before_cooldown"] or f"step_{state['step']:08d}.pt"
@@ -803,6 +856,11 @@ def run(settings: dict) -> None:
             except OSError:                         # a full disk is reported where it costs something, at the checkpoint
                 pass
         bar.update(min(tokens_per_step, max(0, max_tokens - bar.n)))
+        if state["step"] > warmup_steps and n_routed and rank == 0:
+            watched_load, watched_overlap, watched_steps = watched_load + load, watched_overlap + sums[3] * world, watched_steps + 1
+            if watched_steps == HEALTH_STEPS:
+                warn(routing_faults(watched_load, watched_overlap.item() / HEALTH_STEPS))
+                watched_load = watched_overlap = watched_steps = 0
         if logging:
             if world > 1:
                 dist.all_reduce(sums)
@@ -810,13 +868,19 @@ def run(settings: dict) -> None:
             share_of_load = load.float() / load.sum(-1, keepdim=True).clamp(min=1)                              # [L, P, E]
             entropy = -torch.xlogy(share_of_load, share_of_load).sum(-1).mean(1) / math.log(max(2, n_routed))   # [L], 1 = even
             largest = share_of_load.flatten(1).amax(1).tolist() if n_routed else []                             # [L]
+            spiking, was_spiking = is_spike(ce, losses), spiking
+            if spiking and not was_spiking:
+                say(f"warning: loss spike: ce {ce:.2f} at step {state['step']}, {statistics.median(losses):.2f} before - if it stays, stop, delete the checkpoints behind the spike "
+                    f"and start again with a lower --lr (now {lr})")
+            losses = [*losses[-29:], ce]
             speed = rate_tokens / rate_seconds
             done = progress_now()
             left = (seconds - seconds_before) / 3600 * max(0, 1 - done) / max(1e-9, done - progress_before)
             write_metrics(dict(
                 step=state["step"], tokens=state["tokens"], ce=ce, z=z, ortho=ortho, overlap=overlap, lr=step_lr,
                 bias_update_rate=step_bias_rate, grad_norm=grad_norm, tokens_per_s=round(speed, 1), mfu=speed * flops / peak / world if peak else None,
-                max_load_share=largest, load_entropy=entropy.tolist() if n_routed else [], hours=clock(),
+                max_load_share=largest, load_entropy=entropy.tolist() if n_routed else [],
+                load=[[[round(x, 4) for x in shares] for shares in populations] for populations in share_of_load.tolist()], hours=clock(),
                 memory_gib=torch.cuda.max_memory_allocated(place) / 2 ** 30 if place.type == "cuda" else None))
             say(f"{state['step']:>7} {state['tokens']:>12,} {ce:>7.4f} {z:>7.3f} {ortho:>7.4f} {overlap:>7.3f} {max(largest, default=0):>5.2f} "
                 f"{step_lr:>8.1e} {grad_norm:>6.2f} {speed:>9,.0f} {left * 60:>6.1f} m")
