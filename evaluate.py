@@ -2,6 +2,8 @@
 
     python evaluate.py                                  the newest run below out/, its best checkpoint
     python evaluate.py config/local_cpu.py --strict=True     exit code 1 if a check fails
+    python evaluate.py --verify=out/cipher              are the downloaded checkpoints whole? exit code 1 if not
+    python evaluate.py --plot=True                      a picture of the training, from metrics.jsonl alone
 
 Reads the checkpoint and the shards it was trained on (data_dir, or the folder it names); writes scorecard.json beside the checkpoint.
 Losses are in nats per token; perplexity is exp of that; bits per byte compare models with other tokenizers.
@@ -15,7 +17,7 @@ import torch
 
 import config
 from config import UserError
-from model import POPULATIONS, KVCache, P, autocast, choose_branch, find_checkpoint, load_checkpoint, mean_ce, pick_device
+from model import POPULATIONS, KVCache, P, autocast, choose_branch, find_checkpoint, list_checkpoints, load_checkpoint, mean_ce, pick_device
 from prepare import TokenStream, read_manifest
 from tokenizer import load_tokenizer, token_bytes
 
@@ -28,6 +30,8 @@ dtype = "auto"
 batch_size = 16                   # sequences at a time
 eval_tokens = 500_000             # of the validation split, the windows training used
 strict = False                    # True: exit code 1 if a check fails
+verify: str | None = None         # a checkpoint or a folder of them: check that they are whole, and no more
+plot = False                      # True: draw out_dir/metrics.jsonl into metrics.png, and no more
 
 UNIGRAM_TOKENS = 50_000_000       # of the training split, enough to estimate token frequencies
 
@@ -132,11 +136,116 @@ def check_generation(model, windows) -> list:
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Verification and picture
+# ----------------------------------------------------------------------------------------------------------
+
+def check_probe(model, settings: dict, place: torch.device) -> tuple[bool, str]:
+    """Recompute the loss that training noted in the checkpoint, where its data is here. Returns (right, in words)."""
+    noted = settings["probe"]
+    try:
+        folder = find_data(settings)
+        if config.sha256_file(Path(folder) / "manifest.json") != settings["manifest_sha256"]:
+            return True, f"not recomputed: {folder} holds other data"
+        val = TokenStream(folder, "val", model.config.seq_len, 0)
+    except (UserError, OSError):
+        return True, "not recomputed: its data is not here"
+    number = getattr(torch, noted["dtype"].removeprefix("torch."))
+    if number == torch.bfloat16 and place.type != "cuda":
+        number = torch.float32
+    choose_branch(model, place, number)
+    ce = mean_ce(model, [val.batch(0, min(noted["windows"], val.n_windows))], autocast(place, number))
+    bar = 1e-3 if noted["dtype"] == "torch.float32" else 0.03    # BF16 rounds to 3 digits; measured again in another order or in FP32
+    return abs(ce - noted["ce"]) <= bar, f"{ce:.4f}, noted {noted['ce']:.4f}, may differ by {bar}"
+
+
+def print_verification(place: torch.device) -> None:
+    """Hash, strict load, finite weights and the noted loss of each checkpoint; SystemExit(1) if one fails."""
+    path = Path(verify)
+    files = [path] if path.is_file() else list_checkpoints(path)
+    if not files:
+        raise UserError(f"{path}: no checkpoint here")
+    failed = 0
+    print(f"  {'checkpoint':<24} {'hash and load':<14} {'weights':<12} validation ce of the first windows")
+    for file in files:
+        try:
+            model, settings = load_checkpoint(file, place)
+        except UserError as error:
+            failed += 1
+            print(f"  {file.name:<24} FAIL: {error}")
+            continue
+        broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
+        right, said = check_probe(model, settings, place) if settings["probe"] else (True, "none was noted")
+        failed += bool(broken) or not right
+        print(f"  {file.name:<24} {'pass':<14} {'FAIL: ' + broken[0] if broken else 'finite':<12} {'' if right else 'FAIL: '}{said}")
+    print(f"{len(files) - failed} whole, {failed} not" + (" - copy those again with their .sha256" if failed else ""))
+    if failed:
+        raise SystemExit(1)
+
+
+def draw_metrics() -> None:
+    """Draw metrics.jsonl of a run into metrics.png: loss, learning rate, speed, overlap, and every expert's load over time."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--plot=True needs a package that is not here: pip install matplotlib") from None
+    folder = Path(checkpoint or out_dir)
+    source = (folder if folder.is_dir() else folder.parent) / "metrics.jsonl"
+    if not source.is_file():
+        raise UserError(f"{source}: no such file - give the folder of a run by --out_dir")
+    rows = []
+    for line in source.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:                          # the line a kill has cut off
+            pass
+    training, validation = [r for r in rows if r.get("ce") is not None], [r for r in rows if r.get("val_ce") is not None]
+    if not training:
+        raise UserError(f"{source}: no step of training in it yet")
+    steps = [r["step"] for r in training]
+    figure = Figure(figsize=(15, 9), layout="constrained")
+    axes = figure.subplot_mosaic([["loss", "loads"], ["lr", "loads"], ["speed", "loads"], ["overlap", "loads"]], width_ratios=(1, 1.3), height_ratios=(2, 1, 1, 1))
+    figure.suptitle(f"{source.parent}: {training[-1]['tokens']:,} tokens in {training[-1]['hours']:.2f} hours, ce {training[-1]['ce']:.3f}"
+                    + (f", validation ce {validation[-1]['val_ce']:.3f}" if validation else ""))
+    axes["loss"].plot(steps, [r["ce"] for r in training], color="0.75", lw=1, label="training")
+    smooth, value = [], training[0]["ce"]
+    for r in training:
+        value += 0.1 * (r["ce"] - value)
+        smooth.append(value)
+    axes["loss"].plot(steps, smooth, color="C0", label="training, smoothed")
+    axes["loss"].plot([r["step"] for r in validation], [r["val_ce"] for r in validation], "o-", color="C3", ms=3, label="validation")
+    axes["loss"].set(ylabel="ce, nats per token")
+    axes["loss"].legend()
+    axes["lr"].plot(steps, [r["lr"] for r in training])
+    axes["lr"].set(ylabel="learning rate")
+    axes["speed"].plot(steps, [r["tokens_per_s"] for r in training])
+    axes["speed"].set(ylabel="tokens/s", ylim=(0, None))
+    axes["overlap"].plot(steps, [r["overlap"] for r in training])
+    axes["overlap"].axhline(0.3, color="C3", ls=":", lw=1)
+    axes["overlap"].set(ylabel="overlap", xlabel="step", ylim=(0, max(0.35, *(r["overlap"] for r in training))))
+    loads = np.array([r["load"] for r in training], float)                           # [steps, L, P, E], shares
+    if loads.size:
+        n, L, _, E = loads.shape
+        image = axes["loads"].imshow(E * loads.reshape(n, -1).T, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=0, vmax=2, extent=(steps[0], steps[-1] + 1e-9, L * P * E, 0))
+        axes["loads"].set_yticks([(i + 0.5) * E for i in range(L * P)], [f"{i // P} {POPULATIONS[i % P]}" for i in range(L * P)])
+        axes["loads"].hlines([i * E for i in range(1, L * P)], steps[0], steps[-1] + 1e-9, colors="k", lw=[0.3 + 0.5 * (i % P == 0) for i in range(1, L * P)])
+        axes["loads"].set(title="load per expert, by layer and population (1 = even, 0 = dead)", xlabel="step")
+        figure.colorbar(image, ax=axes["loads"], extend="max", shrink=0.5)
+    else:
+        axes["loads"].set_axis_off()                # a dense model
+    figure.savefig(source.with_name("metrics.png"), dpi=110)
+    print(f"drawn into {source.with_name('metrics.png')}: {len(training)} steps logged, {len(validation)} evaluations")
+
+
+# ----------------------------------------------------------------------------------------------------------
 # The run
 # ----------------------------------------------------------------------------------------------------------
 
 def main():
     config.override(globals())
+    if plot:
+        return draw_metrics()
+    if verify is not None:
+        return print_verification(pick_device(device, dtype)[0])
     if min(batch_size, eval_tokens) < 1:
         raise UserError(f"batch_size={batch_size} and eval_tokens={eval_tokens} must be 1 or more")
     place, number, said = pick_device(device, dtype)

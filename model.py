@@ -843,7 +843,7 @@ def read_checkpoint(path: str | Path, mmap=False) -> dict:
 
 
 def load_checkpoint(path: str | Path, device="cpu") -> tuple[Cipher, dict]:
-    """Return (model in eval mode on device, the checkpoint's settings). Weights alone are read, by mmap."""
+    """Return (model in eval mode on device, the checkpoint's settings, step, hashes and probe). Weights alone are read, by mmap."""
     state = read_checkpoint(path, mmap=True)
     with torch.device("meta"):
         model = Cipher(architecture(state["settings"]))
@@ -852,7 +852,7 @@ def load_checkpoint(path: str | Path, device="cpu") -> tuple[Cipher, dict]:
     except RuntimeError as error:
         raise UserError(f"{path}: its weights do not fit its settings ({str(error).splitlines()[-1].strip()})") from None
     model.rope = rope_table(model.config).to(device)
-    return model.eval(), state["settings"] | dict(step=state["step"], tokenizer_sha256=state["tokenizer_sha256"])
+    return model.eval(), state["settings"] | {name: state.get(name) for name in ("step", "tokenizer_sha256", "manifest_sha256", "probe")}
 
 
 def over_ranks(*values: float, op="SUM") -> list[float]:

@@ -1678,6 +1678,55 @@ def test_faults_in_a_run_are_said_once_and_a_healthy_run_says_none(tiny, referen
     assert code == 0 and text.count("loss spike") == 1 and "--lr" in text, text
 
 
+def test_tensorboard_has_every_curve_by_layer_and_no_step_twice(tiny, reference, tmp_path, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    argv, out = [tiny, f"--out_dir={tmp_path / 'out'}", "--tensorboard_log=True"], tmp_path / "out"
+    def kill(_):
+        raise KeyboardInterrupt
+    for after, how in ((7, send(signal.SIGTERM)), (4, kill)):        # the second start leaves rows that the third writes again
+        with monkeypatch.context() as patch:
+            on_clip(patch, {after: how})
+            call(train, *argv)
+    assert call(train, *argv)[0] == 0
+    events = accumulator.EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    for name, where in (("ce", "ce"), ("val_ce", "val_ce"), ("lr", "lr"), ("overlap", "overlap"), ("max_load_share/layer_01", ("max_load_share", 1)), ("load_entropy/layer_00", ("load_entropy", 0))):
+        expected = [(row["step"], row[where] if isinstance(where, str) else row[where[0]][where[1]]) for row in rows(out) if (where if isinstance(where, str) else where[0]) in row]
+        assert [e.step for e in events.Scalars(name)] == [step for step, _ in expected], name
+        assert [e.value for e in events.Scalars(name)] == pytest.approx([value for _, value in expected])
+    assert_same_run(out, reference)
+
+
+def test_wandb_offline_keeps_the_run_here_and_a_wandb_that_fails_ends_no_run(tiny, reference, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with monkeypatch.context() as patch:
+        on_clip(patch, {7: send(signal.SIGTERM)})
+        assert call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--wandb_log=True")[0] == 0
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--wandb_log=True")
+    assert code == 0 and "warning" not in text, text
+    files = list((tmp_path / "out/wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1 and all(b"val_ce" in file.read_bytes() for file in files)      # one run id over the resume
+    assert_same_run(tmp_path / "out", reference)
+    def no_network(*args, **kwargs):
+        raise wandb.errors.CommError("no network here")
+    monkeypatch.setattr(wandb, "init", no_network)
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'none'}", "--wandb_log=True")
+    assert code == 0 and text.count("wandb does not start (no network here)") == 2 and "going on without" in text
+    assert_same_run(tmp_path / "none", reference)
+
+
+@pytest.mark.parametrize("argv, package", [(["train.py", "--wandb_log=True"], "wandb"), (["train.py", "--tensorboard_log=True"], "tensorboard"), (["evaluate.py", "--plot=True"], "matplotlib")])
+def test_a_missing_optional_package_is_named_with_its_command(tiny, reference, tmp_path, monkeypatch, argv, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    find_spec = train.importlib.util.find_spec
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name, *rest: None if name == package else find_spec(name, *rest))
+    for module in [name for name in sys.modules if name.startswith(f"{package}.")]:
+        monkeypatch.setitem(sys.modules, module, None)
+    code, text = call(train if argv[0] == "train.py" else evaluate, tiny, f"--out_dir={reference if package == 'matplotlib' else tmp_path / 'out'}", argv[1])
+    assert code == 2 and f"pip install {package}" in text and "Traceback" not in text, text
+
+
 def test_metrics_stay_json_when_a_gradient_is_not_finite(tiny, tmp_path, monkeypatch):
     def poison(parameters):
         parameters[0].grad[0] = float("nan")
@@ -2049,6 +2098,48 @@ def test_evaluation_refuses_what_does_not_belong_together(tiny, reference, odd, 
                        ((f"--out_dir={out}", f"--data_dir={odd[0] / 'data'}"), "tokenizer")):
         code, text = call(evaluate, tiny, *argv)
         assert code == 2 and says in text and text.count("error:") == 1, text
+
+
+def test_verification_finds_what_is_wrong_with_a_downloaded_checkpoint(tiny, reference, data, tmp_path):
+    out = used_copy(reference, tmp_path / "out")
+    names = [path.name for path in model_py.list_checkpoints(out)]
+    code, text = call(evaluate, f"--verify={out}", "--device=cpu")
+    assert code == 0 and f"{len(names)} whole, 0 not" in text and text.count("may differ by 0.001") == len(names), text
+    model, settings = model_py.load_checkpoint(out / names[-1])      # the noted loss, by hand
+    inputs, targets = TokenStream(data, "val", 32, 0).batch(0, 2)
+    with torch.no_grad():
+        by_hand = F.cross_entropy(model(inputs, all_logits=True)["logits"].flatten(0, 1), targets.flatten()).item()
+    assert settings["probe"]["ce"] == pytest.approx(by_hand, rel=1e-5) and f"{by_hand:.4f}, noted {by_hand:.4f}" in text
+
+    def first_weight(value):
+        return lambda content: content["model"]["blocks.0.norm1.weight"].mul_(0).add_(value)
+    for number, (spoil, says) in enumerate((
+            (lambda path: flip_a_byte(path), "damaged"), (lambda path: Path(f"{path}.sha256").unlink(), "hash file"), (lambda path: path.write_bytes(path.read_bytes()[:5000]), "damaged"),
+            (lambda path: rewrite(path, lambda content: content["model"].popitem()), "do not fit"), (lambda path: rewrite(path, first_weight(math.nan)), "FAIL: blocks.0.norm1.weight"),
+            (lambda path: rewrite(path, first_weight(3.0)), "FAIL: 6."))):
+        bad = used_copy(reference, tmp_path / f"bad{number}")
+        spoil(bad / names[-1])
+        code, text = call(evaluate, f"--verify={bad}", "--device=cpu")
+        assert code == 1 and says in text and f"{len(names) - 1} whole, 1 not" in text and "Traceback" not in text, text
+        assert call(evaluate, f"--verify={bad / names[0]}", "--device=cpu")[0] == 0
+    for name in names:                                               # on another machine the data is not there
+        rewrite(out / name, lambda content: content["settings"].update(data_dir="nowhere"))
+    code, text = call(evaluate, f"--verify={out}", "--device=cpu", "--data_dir=nowhere")
+    assert code == 0 and "its data is not here" in text
+    assert call(evaluate, f"--verify={tmp_path}")[0] == 2
+
+
+def test_the_picture_is_drawn_from_the_metrics_alone(reference, tmp_path):
+    pytest.importorskip("matplotlib")
+    write_files(tmp_path, {"run/metrics.jsonl": (reference / "metrics.jsonl").read_bytes() + b'{"step": 2'})
+    code, text = call(evaluate, f"--out_dir={tmp_path / 'run'}", "--plot=True")
+    assert code == 0 and f"{STEPS} steps logged, 4 evaluations" in text, text
+    picture = (tmp_path / "run/metrics.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    for content, says in (("", "no step"), (None, "no such file")):
+        write_files(tmp_path, {"run/metrics.jsonl": content}) if content is not None else (tmp_path / "run/metrics.jsonl").unlink()
+        code, text = call(evaluate, f"--out_dir={tmp_path / 'run'}", "--plot=True")
+        assert code == 2 and says in text, text
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ step_*.pt with their .sha256, best.json, clock.json, and done.json at the end. S
 checkpoint and is, on the CPU, bit for bit the uninterrupted run. Ctrl-C or SIGTERM: finish the step, save, exit 0.
 """
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -84,6 +85,8 @@ log_interval = 10        # steps
 checkpoint_minutes = 30.0
 keep_checkpoints: int | None = None   # None = all; else the newest so many, and the best
 patience: int | None = 10   # evaluations without a new best until the cooldown begins early; None = never
+wandb_log = False        # also to Weights & Biases; WANDB_MODE=offline keeps it on this machine
+tensorboard_log = False  # also into out_dir/tensorboard
 # speed
 compile = False          # torch.compile the blocks: pays on an A100 or H100, takes a minute or two at start
 benchmark = False        # True: time a few steps part by part on this machine, write nothing, stop
@@ -91,6 +94,7 @@ benchmark = False        # True: time a few steps part by part on this machine, 
 BEST_SAVE_SECONDS = 300      # a new best is saved at most this often
 HEALTH_STEPS = 100           # routing is judged over so many steps at a time, from the end of the warm-up on
 SKIPS_IN_A_ROW = 10          # non-finite gradients before the run goes back to a checkpoint
+PROBE_WINDOWS = 2            # of the validation split, whose loss is noted in every checkpoint
 CLOCK_SECONDS = 5            # how much of the clock a kill may forget
 MEASURED_STEPS = 5           # after the first of a start, before the run is forecast
 HOPELESS_HOURS = 48          # a run estimated longer than this, without max_hours, is refused
@@ -119,6 +123,8 @@ def check_settings() -> None:
              (max_passes > 0, f"max_passes={max_passes} must be positive"),
              (gpu_dollars_per_hour is None or gpu_dollars_per_hour >= 0, f"gpu_dollars_per_hour={gpu_dollars_per_hour} must not be negative"),
              (Path(out_dir).absolute() != Path(data_dir).absolute(), f"out_dir={out_dir} must not be data_dir"),
+             *((not wanted or importlib.util.find_spec(package), f"{package}_log=True needs a package that is not here: pip install {package}")
+               for wanted, package in ((wandb_log, "wandb"), (tensorboard_log, "tensorboard"))),
              (eval_tokens >= seq_len, f"eval_tokens={eval_tokens} must be at least one window, seq_len={seq_len}")]
     if mistakes := [text for good, text in rules if not good]:
         raise UserError("\n".join(mistakes))
@@ -273,6 +279,7 @@ def fresh_state() -> dict:
     """What a run is besides weights, moments and random numbers: plain values, all of them in every checkpoint."""
     return dict(step=0, tokens=0, hours=0.0, token_offset=0,     # of the next window in the data; ahead of tokens after going back
                 last_eval=-1, val_ce=None, best_val_ce=math.inf, before_cooldown=None,
+                probe=None, run_id=os.urandom(4).hex(),          # for evaluate.py --verify; for wandb
                 since_best=0, end=1.0,                           # evaluations since the best; share of the budget at which the run ends
                 eval_seconds=0.0, save_seconds=0.0)              # the longest so far; the end of the budget is kept for both
 
@@ -440,6 +447,39 @@ def trim_metrics(file: Path, state: dict) -> None:
             return False
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(True) if file.exists() else []
     config.write_text(file, "".join(line for line in lines if line.endswith("\n") and keep(line)))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Trackers: metrics.jsonl has everything; these are for looking on
+# ----------------------------------------------------------------------------------------------------------
+
+def curves(row: dict) -> dict[str, float]:
+    """The figures of a line of the metrics, one name each: lists are by layer. Loads per expert are for evaluate.py --plot."""
+    flat = {}
+    for name, value in row.items():
+        if name not in ("step", "load") and value is not None:
+            flat |= {f"{name}/layer_{i:02d}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+    return flat
+
+
+def open_trackers(out: Path, settings: dict, state: dict) -> list:
+    """Return (name, log(row), close()) for each tracker that is wanted. One that does not answer costs a line, not the run."""
+    trackers = []
+    if tensorboard_log:
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(out / "tensorboard", purge_step=state["step"] + 1)
+        trackers.append(("tensorboard", lambda row: [writer.add_scalar(name, value, row["step"]) for name, value in curves(row).items()], writer.close))
+    if wandb_log:
+        import wandb
+        for mode in (None, "offline"):              # None: as the environment says
+            try:
+                run = wandb.init(project="cipher", name=out.name, id=state["run_id"], resume="allow", dir=out, config=settings, mode=mode,
+                                 settings=wandb.Settings(init_timeout=10))
+                trackers.append(("wandb", lambda row: run.log(curves(row), step=row["step"]), run.finish))
+                break
+            except Exception as error:              # no network, no login, a full disk, an odd version: each has a class of its own
+                print(f"warning: wandb does not start ({(str(error).splitlines() or [''])[0][:120]}); {'trying offline' if mode is None else 'going on without'}")
+    return trackers
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -625,6 +665,7 @@ def run(settings: dict) -> None:
         config.write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
         trim_metrics(metrics_file, state)
     metrics = open(metrics_file if rank == 0 else os.devnull, "a", encoding="utf-8", newline="\n", buffering=1)
+    trackers = open_trackers(out, settings, state) if rank == 0 else []
 
     tokens_per_step = batch_size * grad_accum * seq_len
     planned_steps = math.ceil(max_tokens / tokens_per_step)
@@ -665,10 +706,25 @@ def run(settings: dict) -> None:
 
     def write_metrics(row: dict) -> None:
         """One line of JSON, which knows no NaN: such a figure becomes null."""
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         try:
-            metrics.write(json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n")
+            metrics.write(json.dumps(row) + "\n")
         except OSError as error:
             say(f"warning: a line of {metrics_file} was not written ({error})")
+        for tracker in [*trackers]:
+            try:
+                tracker[1](row)
+            except Exception as error:              # looking on must not end a run
+                trackers.remove(tracker)
+                say(f"warning: {tracker[0]} failed and is left out from here ({error})")
+
+    def close_trackers() -> None:
+        while trackers:
+            name, _, close = trackers.pop()
+            try:
+                close()
+            except Exception as error:
+                say(f"warning: {name} did not close ({error})")
 
     def val_batches():
         """This rank's share of the validation windows; the ranks stop together."""
@@ -685,6 +741,9 @@ def run(settings: dict) -> None:
         nonlocal saved_at
         target = out / f"step_{state['step']:08d}.pt"
         state["hours"] = clock()
+        with torch.compiler.set_stance("force_eager"):              # its shape would be compiled for itself
+            windows = [val.batch(0, min(PROBE_WINDOWS, val.n_windows))] if rank == 0 else []
+            state["probe"] = dict(ce=mean_ce(model, windows, autocast(place, number)), windows=PROBE_WINDOWS, dtype=str(number))
         rngs = [rng_state(place)] * world
         if world > 1:
             dist.all_gather_object(rngs, rngs[0])
@@ -728,6 +787,8 @@ def run(settings: dict) -> None:
         metrics.close()
         if rank == 0:
             trim_metrics(metrics_file, state)
+            close_trackers()
+            trackers.extend(open_trackers(out, settings, state))
         metrics = open(metrics.name, "a", encoding="utf-8", newline="\n", buffering=1)
         bar.n = min(state["tokens"], max_tokens)
         say(f"warning: {why}; gone back to {path}, and on with other windows of the data")
@@ -894,6 +955,7 @@ def run(settings: dict) -> None:
             skipped = 0
 
     metrics.close()
+    close_trackers()
     bar.close()
     last = out / f"step_{state['step']:08d}.pt"
     config_file = config.config_argument()
