@@ -208,8 +208,8 @@ def draw_metrics() -> None:
                     + (f", validation ce {validation[-1]['val_ce']:.3f}" if validation else ""))
     axes["loss"].plot(steps, [r["ce"] for r in training], color="0.75", lw=1, label="training")
     smooth, value = [], training[0]["ce"]
-    for r in training:
-        value += 0.1 * (r["ce"] - value)
+    for i, r in enumerate(training):
+        value += max(0.1, 1 / (i + 1)) * (r["ce"] - value)
         smooth.append(value)
     axes["loss"].plot(steps, smooth, color="C0", label="training, smoothed")
     axes["loss"].plot([r["step"] for r in validation], [r["val_ce"] for r in validation], "o-", color="C3", ms=3, label="validation")

@@ -474,11 +474,12 @@ def open_trackers(out: Path, settings: dict, state: dict) -> list:
         for mode in (None, "offline"):              # None: as the environment says
             try:
                 run = wandb.init(project="cipher", name=out.name, id=state["run_id"], resume="allow", dir=out, config=settings, mode=mode,
-                                 settings=wandb.Settings(init_timeout=10))
+                                 settings=wandb.Settings(init_timeout=5))
                 trackers.append(("wandb", lambda row: run.log(curves(row), step=row["step"]), run.finish))
                 break
             except Exception as error:              # no network, no login, a full disk, an odd version: each has a class of its own
                 print(f"warning: wandb does not start ({(str(error).splitlines() or [''])[0][:120]}); {'trying offline' if mode is None else 'going on without'}")
+                wandb.teardown()                    # a run that failed to start would hold the id
     return trackers
 
 
