@@ -1211,7 +1211,7 @@ def test_signal_in_an_evaluation_is_heard_at_once_and_the_evaluation_done_again(
     with monkeypatch.context() as patch:
         patch.setattr(TokenStream, "batch", batch_that_interrupts)
         code, text = call(train, *argv)
-    assert code == 0 and "stopped at step 5" in text and asked.count(0) == 2 and not any("val_ce" in row for row in rows(tmp_path / "out"))
+    assert code == 0 and "stopped at step 5" in text and asked.count(0) == 2 + 1 and not any("val_ce" in row for row in rows(tmp_path / "out"))
     assert call(train, *argv)[0] == 0
     assert_same_run(tmp_path / "out", reference)
 
@@ -1422,7 +1422,7 @@ def test_micro_steps_share_one_clip_one_bias_update_and_the_loss_of_the_joined_b
 def test_overfitting_begins_the_cooldown_early_over_a_stop_too(tiny, tmp_path, monkeypatch, schedule):
     """Validation losses as scripted: the best is the second; patience 3 is used up at the fifth, one evaluation behind a resume."""
     script = iter([3.0, 2.0, 2.5, 2.2, 2.1, 2.3, 2.4, 2.6, 2.7, 2.8])
-    monkeypatch.setattr(train, "mean_ce", lambda model, batches, context: next(script))
+    monkeypatch.setattr(train, "mean_ce", lambda model, batches, context: 0.0 if isinstance(batches, list) else next(script))       # a list: a save's two windows
     argv = [tiny, f"--out_dir={tmp_path / 'out'}", "--eval_interval=2", "--patience=3", f"--schedule={schedule}", "--checkpoint_minutes=1e-6"]
     with monkeypatch.context() as patch:
         on_clip(patch, {9: send(signal.SIGTERM)})
@@ -1460,7 +1460,7 @@ def test_learning_rate_warms_up_holds_and_cools_down(monkeypatch):
 
 
 def test_run_by_the_clock_ends_cooled_down_inside_its_budget(tiny, tmp_path, monkeypatch):
-    """A step takes 1 s, an evaluation 4 s, a save 5 s, and 90 s are far fewer steps than max_tokens asks for."""
+    """A step takes 1 s, an evaluation 4 s, a save 4 s and its two windows 1 s, and 90 s are far fewer steps than max_tokens asks for."""
     now, batch, save = [0.0], TokenStream.batch, torch.save
 
     def takes(seconds, work):
@@ -1470,7 +1470,7 @@ def test_run_by_the_clock_ends_cooled_down_inside_its_budget(tiny, tmp_path, mon
         return slow
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(TokenStream, "batch", lambda self, first, count: takes(self.seed == 0, batch)(self, first, count))
-    monkeypatch.setattr(torch, "save", takes(5, save))
+    monkeypatch.setattr(torch, "save", takes(4, save))
     argv = [tiny, f"--out_dir={tmp_path / 'out'}", f"--max_hours={90 / 3600}", "--max_tokens=100_000"]
     second = lambda _: now.__setitem__(0, now[0] + 1)
     for actions in ({n: second for n in range(1, 8)} | {8: lambda _: (second(_), send(signal.SIGTERM)())}, {n: second for n in range(1, 999)}):
@@ -1725,6 +1725,49 @@ def test_a_missing_optional_package_is_named_with_its_command(tiny, reference, t
         monkeypatch.setitem(sys.modules, module, None)
     code, text = call(train if argv[0] == "train.py" else evaluate, tiny, f"--out_dir={reference if package == 'matplotlib' else tmp_path / 'out'}", argv[1])
     assert code == 2 and f"pip install {package}" in text and "Traceback" not in text, text
+
+
+def test_preflight_rehearses_the_run_and_its_stamp_knows_what_it_vouches_for(tiny, data, tmp_path):
+    out, argv = tmp_path / "out", [tiny, f"--out_dir={tmp_path / 'out'}", "--require_bf16=True", "--tensorboard_log=True", "--max_hours=3"]
+    code, text = call(train, *argv, "--preflight=True")
+    assert code == 0 and "FAIL" not in text and "bit for bit" in text and "preflight: passed" in text, text
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "preflight.json"]
+    stamped = json.loads((out / "preflight.json").read_text())
+    assert stamped["data"] == hashlib.sha256((data / "manifest.json").read_bytes()).hexdigest()
+    code, text = call(train, *argv[:2], "--max_hours=3", "--require_bf16=False", "--tensorboard_log=True")
+    assert code == 0 and "preflight: passed on cpu, but with other settings" in text
+    shutil.rmtree(out)
+    call(train, *argv[:2], "--preflight=True")
+    code, text = call(train, *argv[:2], f"--max_tokens={STEPS * STEP_TOKENS}")
+    assert code == 0 and "preflight: passed on cpu\n" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inject, says", [(KILL_IN_SAVE.replace("== 8", "== 1"), "exit code -9"), ("""
+import itertools, torch
+clip, calls = torch.nn.utils.clip_grad_norm_, itertools.count(1)
+def clip_grad_norm_(parameters, *args, **kwargs):
+    parameters = list(parameters)
+    if next(calls) == 3:
+        parameters[0].grad[0] = float("nan")
+    return clip(parameters, *args, **kwargs)
+torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+""", "not finite: lower lr"), ("""
+import torch
+set_rng_state = torch.set_rng_state
+torch.set_rng_state = lambda state: None             # the resumed part draws other dropout
+""", "save and resume  FAIL")])
+def test_preflight_fails_where_the_run_would(tiny, tmp_path, monkeypatch, inject, says):
+    (tmp_path / "sitecustomize.py").write_text(inject)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--preflight=True")
+    assert code == 1 and says in text and "preflight: FAILED" in text and [path.name for path in (tmp_path / "out").iterdir()] == [".lock"], text
+
+
+def test_preflight_refuses_what_the_run_would_refuse(tiny, tmp_path):
+    for argv, says in ((["--max_passes=0.01"], "passes"), (["--data_dir=nowhere"], "nowhere"), (["--vocab_size=256"], "vocab_size=256")):
+        code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--preflight=True", *argv)
+        assert code == 2 and says in text and not (tmp_path / "out").exists(), text
 
 
 def test_metrics_stay_json_when_a_gradient_is_not_finite(tiny, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Train the twin-population MoE: BF16 on a rented GPU, FP32 on a laptop, the same script.
 
     python train.py config/local_cpu.py                    a first model on two CPU cores
+    python train.py config/cloud_h100.py --preflight=True  the rehearsal: before renting, and in the first minutes on the GPU
     python train.py config/cloud_h100.py                   the plan's model; start it again to resume
     python train.py config/local_cpu.py --max_tokens=5e6 --out_dir=out/longer
     torchrun --standalone --nproc_per_node=2 train.py config/cloud_h100.py      the same training on two GPUs
@@ -10,6 +11,7 @@ step_*.pt with their .sha256, best.json, clock.json, and done.json at the end. S
 checkpoint and is, on the CPU, bit for bit the uninterrupted run. Ctrl-C or SIGTERM: finish the step, save, exit 0.
 """
 import gc
+import hashlib
 import importlib.util
 import json
 import math
@@ -18,6 +20,7 @@ import random
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -90,6 +93,7 @@ tensorboard_log = False  # also into out_dir/tensorboard
 # speed
 compile = False          # torch.compile the blocks: pays on an A100 or H100, takes a minute or two at start
 benchmark = False        # True: time a few steps part by part on this machine, write nothing, stop
+preflight = False        # True: all checks, a few steps, a save and a resume, then a verdict; without a GPU with one sequence
 
 BEST_SAVE_SECONDS = 300      # a new best is saved at most this often
 HEALTH_STEPS = 100           # routing is judged over so many steps at a time, from the end of the warm-up on
@@ -390,6 +394,17 @@ def claim(out: Path, checkpoint_bytes: int):
     return held
 
 
+def peak_memory_gib(place: torch.device) -> float | None:
+    """The most memory used so far: of the GPU by tensors, else of the process. None where the system does not say."""
+    if place.type == "cuda":
+        return torch.cuda.max_memory_allocated(place) / 2 ** 30
+    try:
+        import resource
+    except ImportError:                             # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
+
+
 def read_side_files(out: Path, hours: float) -> tuple[dict, float]:
     """Return the best checkpoint as best.json has it and the hours of training so far, given those at the checkpoint."""
     best = dict(file=None, step=None, val_ce=math.inf)
@@ -447,6 +462,83 @@ def trim_metrics(file: Path, state: dict) -> None:
             return False
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(True) if file.exists() else []
     config.write_text(file, "".join(line for line in lines if line.endswith("\n") and keep(line)))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Preflight: the run in small, with a verdict
+# ----------------------------------------------------------------------------------------------------------
+
+def stamp(settings: dict, hashes: dict) -> dict[str, str]:
+    """SHA-256 of what a preflight vouches for: the scripts (as text, whatever the line ends), the settings and the data."""
+    here, code = Path(__file__).parent, hashlib.sha256()
+    for name in ("train.py", "model.py", "prepare.py", "tokenizer.py", "config/__init__.py"):
+        code.update((here / name).read_text(encoding="utf-8").encode())
+    kept = {name: value for name, value in settings.items() if name not in ("preflight", "benchmark", "resume")}
+    return dict(code=code.hexdigest(), settings=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(), data=hashes["manifest_sha256"])
+
+
+def say_preflight(out: Path, settings: dict, hashes: dict) -> None:
+    """Say whether the preflight's stamp is of this run."""
+    try:
+        read = json.loads((out / "preflight.json").read_text(encoding="utf-8"))
+        other = [name for name, digest in stamp(settings, hashes).items() if read[name] != digest]
+        print(f"preflight: passed on {read['device']}" + (f", but with other {' and '.join(other)}: --preflight=True tries this run" if other else ""))
+    except (OSError, ValueError, TypeError, KeyError):
+        pass                                        # none was made
+
+
+def rehearse(settings: dict, hashes: dict, out: Path, place: torch.device, passes: float, checkpoint_bytes: int) -> None:
+    """Train 4 steps in a folder of its own, saving at the 2nd; resume from there, compare, judge. SystemExit(1) if it fails.
+
+    In processes of their own, as a run and its resume are. Without a GPU: one sequence, in FP32, eagerly.
+    """
+    folder, small = out / "preflight", place.type == "cpu"
+    sizes = dict(batch_size=1, grad_accum=1, compile=False, require_bf16=False) if small else dict(batch_size=batch_size, grad_accum=grad_accum)
+    tokens = 4 * sizes["batch_size"] * sizes["grad_accum"] * seq_len
+    changes = sizes | dict(out_dir=str(folder), preflight=False, resume=True, max_tokens=tokens, max_hours=None, max_passes=1e9, schedule="wsd", cooldown=0.6,
+                           eval_interval=1000, eval_tokens=2 * seq_len, log_interval=1, checkpoint_minutes=1e6, patience=None, wandb_log=False, tensorboard_log=False)
+    command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in (settings | changes).items())]
+    runs = []
+    try:
+        for what in ("4 steps, saved before the 3rd and at the end", "steps 3 and 4 again, resumed from the first checkpoint"):
+            print(f"  training {what}", flush=True)
+            child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace")
+            if child.returncode or not (folder / "done.json").exists():
+                tail = [line for line in child.stdout.splitlines() if "error:" in line] or child.stdout.splitlines()[-1:]
+                print("\n".join(tail) + f"\npreflight: FAILED (exit code {child.returncode})")
+                raise SystemExit(1)
+            runs.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()])
+            if not runs[1:]:
+                for name in ("step_00000004.pt", "step_00000004.pt.sha256", "done.json"):
+                    (folder / name).unlink()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    # steps 1 to 4, then the evaluation; null stands for what is not finite
+    losses, again = ([row.get("ce", row.get("val_ce")) for row in rows] + [row["grad_norm"] for row in rows[:4]] for rows in runs)
+    finite = None not in losses + again
+    apart = max(abs(a - b) for a, b in zip(losses, again)) if finite else math.inf
+    rate, memory = runs[0][3]["tokens_per_s"], max(row["memory_gib"] or 0.0 for rows in runs for row in rows[:4])
+    hours = min(max_tokens / rate / 3600, max_hours or math.inf)
+    free = shutil.disk_usage(out).free
+    coming = (math.ceil(hours * 60 / checkpoint_minutes) if not small else 0) + 2
+    coming = coming if keep_checkpoints is None else min(coming, keep_checkpoints + 3)
+    checks = [("data", True, f"{passes:.2f} passes, shards and tokenizer as the manifest says"),
+              ("folder", True, f"{out} can be written and locked"),
+              ("disk", coming * checkpoint_bytes <= free, f"{free / 1e9:.1f} GB free, {coming} checkpoints take {coming * checkpoint_bytes / 1e9:.1f}"
+               + (" (more on the GPU: it decides how many)" if small else "")),
+              ("4 steps", finite, f"ce {losses[0]:.3f} to {losses[3]:.3f}, validation {losses[4]:.3f}; a blind guess has {math.log(vocab_size):.3f}"
+               if finite else "a loss or gradient is not finite: lower lr"),
+              ("save and resume", apart == 0 if small else apart < 0.01, "bit for bit" if apart == 0 else f"differs by {apart:.2g}"),
+              ("memory", True, f"{memory:.1f} GiB at most" if memory else "not known on this system"),
+              ("speed", True, f"{rate:,.0f} tokens/s on {place}" + (" says nothing of a GPU: run this again there" if small else
+               f"; the run takes {hours:.2f} hours" + (f" and {hours * gpu_dollars_per_hour:,.2f} dollars" if gpu_dollars_per_hour is not None else "")))]
+    for name, good, said in checks:
+        print(f"  {name:<16} {'pass' if good else 'FAIL'}   {said}")
+    if not all(good for _, good, _ in checks):
+        print("preflight: FAILED")
+        raise SystemExit(1)
+    config.write_text(out / "preflight.json", json.dumps(dict(device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)) | stamp(settings, hashes)) + "\n")
+    print(f"preflight: passed, stamped into {out / 'preflight.json'}")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -561,6 +653,8 @@ def main():
     settings = config.override(globals())
     check_settings()
     if "RANK" in os.environ:
+        if preflight:
+            raise UserError("--preflight=True tries one process: start it with python, not with torchrun")
         choose_gpu()
     try:
         run(settings)
@@ -602,7 +696,8 @@ def run(settings: dict) -> None:
             f". To train longer, copy {kept} and its .sha256 into a new folder and set --out_dir and a larger --max_tokens (and --max_hours, "
             f"which counts the hours before)" if kept else ""))
         return
-    check_device(place, number, said, flops)
+    if not preflight or place.type == "cuda":
+        check_device(place, number, said, flops)
 
     # data
     train, val = TokenStream(data_dir, "train", seq_len, seed), TokenStream(data_dir, "val", seq_len, 0)
@@ -627,6 +722,8 @@ def run(settings: dict) -> None:
     path = before = None
     if rank == 0:
         held = claim(out, checkpoint_bytes)         # noqa: F841 - until the process ends
+        if preflight:
+            return rehearse(settings, hashes, out, place, passes, checkpoint_bytes)
         path, before = newest_valid(out)
         if before is not None:
             check_same_run(path, before, settings, hashes)
@@ -657,6 +754,8 @@ def run(settings: dict) -> None:
         net = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
     if state["step"]:
         print(f"resumed from {path}: step {state['step']}, {state['tokens']:,} tokens, {state['hours'] * 60:.1f} minutes of training")
+    if rank == 0:
+        say_preflight(out, settings, hashes)
     best, hours_before = share(read_side_files(out, state["hours"]) if rank == 0 else None)
     metrics_file = out / "metrics.jsonl"
     if rank == 0:
@@ -943,7 +1042,7 @@ def run(settings: dict) -> None:
                 bias_update_rate=step_bias_rate, grad_norm=grad_norm, tokens_per_s=round(speed, 1), mfu=speed * flops / peak / world if peak else None,
                 max_load_share=largest, load_entropy=entropy.tolist() if n_routed else [],
                 load=[[[round(x, 4) for x in shares] for shares in populations] for populations in share_of_load.tolist()], hours=clock(),
-                memory_gib=torch.cuda.max_memory_allocated(place) / 2 ** 30 if place.type == "cuda" else None))
+                memory_gib=peak_memory_gib(place)))
             say(f"{state['step']:>7} {state['tokens']:>12,} {ce:>7.4f} {z:>7.3f} {ortho:>7.4f} {overlap:>7.3f} {max(largest, default=0):>5.2f} "
                 f"{step_lr:>8.1e} {grad_norm:>6.2f} {speed:>9,.0f} {left * 60:>6.1f} m")
             rate_tokens, rate_seconds = 0, 0.0
