@@ -1186,17 +1186,18 @@ def used_copy(reference, out):
     return out
 
 
-def test_resume_is_bitwise_identical(tiny, reference, tmp_path, monkeypatch):
-    """Stopped in the warm-up, at an evaluation, and in the cooldown; with dropout and two micro-steps."""
+@pytest.mark.parametrize("stops", [(1, 9, 8), (7, 1, 1)])
+def test_resume_is_bitwise_identical(tiny, reference, tmp_path, monkeypatch, stops):
+    """Stopped in the warm-up, at an evaluation, and in the cooldown, or after single steps; with dropout and two micro-steps."""
     argv = [tiny, f"--out_dir={tmp_path / 'out'}"]
-    for after, which, step in ((1, signal.SIGTERM, 1), (9, signal.SIGINT, 10), (8, signal.SIGTERM, 18)):
+    for after, which, step in zip(stops, (signal.SIGTERM, signal.SIGINT, signal.SIGTERM), itertools.accumulate(stops)):
         with monkeypatch.context() as patch:
             on_clip(patch, {after: send(which)})
             code, text = call(train, *argv)
         assert code == 0 and f"stopped at step {step}" in text and (tmp_path / f"out/step_{step:08d}.pt").exists(), text
         assert not (tmp_path / "out/done.json").exists()
     code, text = call(train, *argv)
-    assert code == 0 and "step 18" in text
+    assert code == 0 and f"step {sum(stops)}" in text
     assert_same_run(tmp_path / "out", reference)
 
 
@@ -1258,7 +1259,7 @@ def test_killed_while_saving_then_terminated_then_resumed(tiny, reference, tmp_p
 @pytest.mark.slow
 def test_killed_at_any_moment_then_resumed(tiny, reference, tmp_path):
     out, argv, rng, kills = tmp_path / "out", [tiny, f"--out_dir={tmp_path / 'out'}", "--checkpoint_minutes=1e-6"], random.Random(6), 0
-    for _ in range(8):
+    for _ in range(10):
         process = start("train.py", *argv, folder=tmp_path)
         seen = len(list(out.glob("step_*.pt")))
         while process.poll() is None and len(list(out.glob("step_*.pt"))) < seen + 2:      # let it get a step or two further
