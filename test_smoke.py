@@ -2009,6 +2009,28 @@ def test_a_signal_to_one_of_two_processes_stops_both_and_one_goes_on_alone(tiny,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_launcher_saves_and_a_killed_process_ends_the_others_with_a_line(tiny, tmp_path, which):
+    out = tmp_path / "out"
+    process = torchrun(2, tiny, f"--out_dir={out}", "--max_tokens=10_000_000", "--max_passes=1e6", "--checkpoint_minutes=1e-2", folder=tmp_path)
+    while not model_py.list_checkpoints(out):
+        assert process.poll() is None
+        time.sleep(0.05)
+    if which == signal.SIGTERM:
+        process.send_signal(which)
+    else:                                            # a worker, by the number that its line of the process table shows
+        workers = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and f"--out_dir={out}".encode() in (p / "cmdline").read_bytes() and int(p.name) != process.pid]
+        os.kill(max(workers), which)
+    text, _ = process.communicate(timeout=60)
+    steps = [int(path.stem[5:]) for path in model_py.list_checkpoints(out)]
+    if which == signal.SIGTERM:
+        assert f"stopped at step {steps[-1]}, " in text, text
+    else:
+        assert process.returncode != 0 and "finished: " not in text and not (out / "done.json").exists(), text
+    model_py.load_checkpoint(model_py.list_checkpoints(out)[-1])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 def test_processes_train_as_one(tiny, alone, tmp_path, n):
     code, text = finish(torchrun(n, tiny, f"--out_dir={tmp_path / 'out'}", *(f"--{name}={value}" for name, value in RANKS.items()), folder=tmp_path))

@@ -664,7 +664,7 @@ def main():
                 f"--batch_size={batch_size // 2} --grad_accum={grad_accum * 2} trains the same with less" if batch_size > 1 else
                 "set --checkpoint_moe=True, or a smaller model") + "; a run with checkpoints goes on from the newest") from None
         if dist.is_initialized() and "onnection" in str(error):
-            raise UserError(f"another process of this run has ended; look for its error ({str(error).splitlines()[0][-150:]})") from None
+            raise UserError("another process of this run has ended: look for its error, or for what killed it; the run goes on from its newest checkpoint when started again") from None
         raise
     if dist.is_initialized():
         gc.collect()                                # DDP first: were its reference the group's last, the end could hang (pytorch#56297)
