@@ -40,8 +40,13 @@ UNIGRAM_TOKENS = 50_000_000       # of the training split, enough to estimate to
 # Checks: each returns rows (check, value, bar, passed or None, remedy)
 # ----------------------------------------------------------------------------------------------------------
 
+def not_finite(model) -> list[str]:
+    """Names of the weights and biases that hold a NaN or an infinity."""
+    return [name for name, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]
+
+
 def check_weights(model) -> list:
-    broken = [name for name, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]
+    broken = not_finite(model)
     return [("weights not finite", len(broken), "= 0", not broken,
              f"first: {broken[0]} - take an earlier checkpoint, train on with a lower lr" if broken else "")]
 
@@ -173,7 +178,7 @@ def print_verification(place: torch.device) -> None:
             failed += 1
             print(f"  {file.name:<24} FAIL: {error}")
             continue
-        broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
+        broken = not_finite(model)
         right, said = check_probe(model, settings, place) if settings["probe"] else (True, "none was noted")
         failed += bool(broken) or not right
         print(f"  {file.name:<24} {'pass':<14} {'FAIL: ' + broken[0] if broken else 'finite':<12} {'' if right else 'FAIL: '}{said}")

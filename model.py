@@ -867,8 +867,8 @@ def over_ranks(*values: float, op="SUM") -> list[float]:
 def mean_ce(model: nn.Module, batches: Iterable, context=None, **ablation) -> float:
     """Mean cross-entropy in nats per token over batches of (inputs, targets), every token weighing the same.
 
-    The one validation loss of training, evaluation and verification, over the batches of all ranks. Leaves no trace: no dropout, no random
-    numbers, no load counted. context: the autocast to run in; ablation: as in Router.forward.
+    The one validation loss of training, evaluation and verification, over the batches of all ranks. Leaves no trace:
+    no dropout, no random numbers, no load counted. context: the autocast to run in; ablation: as in Router.forward.
     """
     device, was_training = next(model.parameters()).device, model.training
     model.eval()

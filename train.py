@@ -394,6 +394,12 @@ def claim(out: Path, checkpoint_bytes: int):
     return held
 
 
+def checkpoints_to_come(hours: float) -> int:
+    """How many checkpoints so many hours leave on the disk: by the clock, before the cooldown, and a best or the last."""
+    coming = math.ceil(hours * 60 / checkpoint_minutes) + 2
+    return coming if keep_checkpoints is None else min(coming, keep_checkpoints + 3)
+
+
 def peak_memory_gib(place: torch.device) -> float | None:
     """The most memory used so far: of the GPU by tensors, else of the process. None where the system does not say."""
     if place.type == "cuda":
@@ -520,8 +526,7 @@ def rehearse(settings: dict, hashes: dict, out: Path, place: torch.device, passe
     rate, memory = runs[0][3]["tokens_per_s"], max(row["memory_gib"] or 0.0 for rows in runs for row in rows[:4])
     hours = min(max_tokens / rate / 3600, max_hours or math.inf)
     free = shutil.disk_usage(out).free
-    coming = (math.ceil(hours * 60 / checkpoint_minutes) if not small else 0) + 2
-    coming = coming if keep_checkpoints is None else min(coming, keep_checkpoints + 3)
+    coming = checkpoints_to_come(0 if small else hours)
     checks = [("data", True, f"{passes:.2f} passes, shards and tokenizer as the manifest says"),
               ("folder", True, f"{out} can be written and locked"),
               ("disk", coming * checkpoint_bytes <= free, f"{free / 1e9:.1f} GB free, {coming} checkpoints take {coming * checkpoint_bytes / 1e9:.1f}"
@@ -911,8 +916,7 @@ def run(settings: dict) -> None:
             + (f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes")
             + f", at {tokens:,.0f} tokens, {tokens / (train.n_windows * seq_len):.2f} passes over the data"
             + (f", for {total * world * gpu_dollars_per_hour:,.2f} dollars in all" if gpu_dollars_per_hour is not None else ""))
-        coming = math.ceil(hours * 60 / checkpoint_minutes) + 2             # and before the cooldown, and a best or the last
-        coming = coming if keep_checkpoints is None else min(coming, keep_checkpoints + 3)
+        coming = checkpoints_to_come(hours)
         free = shutil.disk_usage(out).free if rank == 0 else math.inf
         if coming * checkpoint_bytes > free:
             say(f"warning: {out} has room for {free // checkpoint_bytes} more checkpoints of {checkpoint_bytes / 1e9:.1f} GB, and about {coming} are to come - "
@@ -934,7 +938,6 @@ def run(settings: dict) -> None:
 
     while True:
         # between steps: evaluate, save, stop ------------------------------------------------------------
-        look()
         progress = progress_now()
         finished, new_best = progress >= 1, False
         if state["step"] > 0 and (state["step"] % eval_interval == 0 or finished) and state["last_eval"] != state["step"]:
