@@ -5,17 +5,21 @@
     python prepare.py --sources=~/code --data_dir=data/mine
     python prepare.py --sources="notes/*.jsonl.gz" --data_dir=data/notes
 
-A source is a folder (every file below it, hidden ones and caches left out), a file or a glob. `.jsonl` holds a
-document per line in the field `jsonl_field`; any other file is one document; each may be gzipped.
+A source is a folder (every file below it, hidden ones and caches left out), a file, a glob, a Hugging Face dataset
+saved on disk, or one by name (hf:NAME, hf:NAME:CONFIG:SPLIT). The rows of .jsonl and .parquet files and of datasets hold
+a document each in the field `text_field`; any other file is one document. All but .parquet may be gzipped.
+A document of more than 256 KiB is cut into pieces at line ends, and each piece is treated as one.
 
-Writes into data_dir: tokenizer.json, tokenizer_report.json, train_*.pt and val_*.pt (1-D uint16 tensors,
-every document as `<s> tokens </s>`) and, last, manifest.json. Everything is built in data_dir/.building and
-moved when it is whole. The same input gives the same bytes. TokenStream, at the end, reads what this writes.
+Writes into data_dir: tokenizer.json, tokenizer_report.json, curation.md (what was dropped and why, with examples),
+train_*.pt and val_*.pt (1-D uint16 tensors, every document as `<s> tokens </s>`) and, last, manifest.json. Everything
+is built in data_dir/.building and moved when it is whole; an interrupted run goes on there. The same input gives the
+same bytes. TokenStream, at the end, reads what this writes.
 """
 import errno
 import glob
 import gzip
 import hashlib
+import io
 import json
 import os
 import platform
@@ -23,9 +27,8 @@ import re
 import shutil
 import sysconfig
 import zlib
-from array import array
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +36,7 @@ import torch
 from tqdm import tqdm
 
 import config
+import curate
 import tokenizer
 from config import UserError
 
@@ -41,14 +45,20 @@ data_dir = "data/cipher"                # where the shards go
 sources: str | list | dict = "stdlib"   # a path or glob, a list of them, or {name: path or glob}; ~ is expanded
 vocab_size = 32768                      # tokens
 val_fraction = 0.05                     # of the text, held out by whole projects
+text_field = "text"                     # the field of a row (.jsonl, .parquet, dataset) that holds the document
 min_chars = 64                          # shorter documents are dropped
-jsonl_field = "text"                    # the field of a .jsonl line that holds the document
+rules_off: str | list = []              # rules of curate.py that are not applied, for example ["near duplicate"]
+mix: dict | None = None                 # {source: share of the training text}; None = as much as there is of each
 shard_tokens = 10_000_000               # tokens per shard (2 bytes each)
 overwrite = False                       # True: replace what is prepared in data_dir
 
 FORMAT = 1                              # version of the manifest
-MAX_DOCUMENT = 64 << 20                 # bytes; a document is held in memory, so a larger one is dropped
-BATCH_DOCUMENTS, BATCH_CHARS = 64, 1 << 22  # one encode_batch call: larger ones hold all their encodings at once
+PIECE = 1 << 18                         # bytes; longer documents are cut, so that memory stays flat and a single file can be split
+MAX_ROW = 64 << 20                      # bytes of a .jsonl line, which is held in memory whole
+BATCH_DOCUMENTS, BATCH_CHARS = 256, 1 << 22     # encoded at a time
+TOKENIZER_BYTES = 100_000_000           # of training text the tokenizer sees; more changes little
+MAX_REPEATS = 4                         # more passes over a text are worth little (arXiv 2305.16264)
+WORK = ("spool.jsonl", "records", "tally.json", "encoding", "moving")      # in .building, never moved into place
 SHARD = re.compile(r"(train|val)_\d{5}\.pt")
 OURS = re.compile(SHARD.pattern + r"|tokenizer\.json|step_\d+\.pt")       # what must not be overwritten unasked
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
@@ -77,6 +87,11 @@ def named_sources(given: str | list | dict) -> dict[str, str]:
     return named
 
 
+def is_dataset(folder: Path) -> bool:
+    """Tell whether a folder is what save_to_disk of Hugging Face datasets writes."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+
+
 def find_files(where: str) -> tuple[Path, Iterator[Path]]:
     """Return (root, files in a fixed order) of a folder, file or glob. Links to folders are not followed (loops)."""
     if where == "stdlib":
@@ -84,15 +99,15 @@ def find_files(where: str) -> tuple[Path, Iterator[Path]]:
         return root, (p for p in walk(root, {"idle_test"}) if p.suffix == ".py" and not any(
             part.startswith("test") for part in p.relative_to(root).parts))
     path = Path(os.path.expanduser(where))
-    if path.is_dir():
+    if path.is_dir() and not is_dataset(path):
         return path, walk(path)
     if path.exists():
         return path.parent, iter([path])
     fixed = re.split(r"[*?\[]", str(path), maxsplit=1)[0]
     root = Path(fixed if fixed.endswith(("/", os.sep)) else os.path.dirname(fixed) or ".")
-    found = sorted(p for p in glob.glob(str(path), recursive=True) if not os.path.isdir(p))
+    found = sorted((p for p in glob.glob(str(path), recursive=True) if not os.path.isdir(p)), key=os.fsencode)
     if not found:
-        raise UserError(f"sources: {where}: no such file or folder, and as a glob it matches nothing")
+        raise UserError(f"sources: {where}: no such file or folder, and as a glob it matches no file")
     return root, map(Path, found)
 
 
@@ -100,126 +115,305 @@ def walk(folder: Path, skipped: set = frozenset()) -> Iterator[Path]:
     """Yield the files below a folder in a fixed order, hidden ones and caches left out."""
     closed = []                                     # folders that may not be read: as files they are counted unreadable
     for here, folders, files in os.walk(folder, onerror=lambda error: closed.append(error.filename)):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS | skipped)
-        yield from (Path(here, name) for name in sorted(files) if not name.startswith("."))
+        folders[:] = sorted((f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS | skipped), key=os.fsencode)
+        yield from (Path(here, name) for name in sorted(files, key=os.fsencode) if not name.startswith("."))
     yield from map(Path, closed)
 
 
-def read_documents(path: Path, group: str | None) -> Iterator[tuple[bytes | str | None, str | None, str | None]]:
-    """Yield (raw document, its group, None) or (None, None, reason to drop it) for each document of a file.
+def source_files(where: str, own: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield (file, its path below the source, its project) of a source; what lies in own, our output, is no corpus."""
+    root, files = find_files(where)
+    for path in files:
+        if own not in path.absolute().parents:
+            parts = path.relative_to(root).parts or (root.name,)            # the root itself, where it may not be read
+            parts = [os.fsencode(part).decode("utf-8", "replace") for part in parts]      # the same in every locale
+            yield path, "/".join(parts), Path(parts[0]).stem if len(parts) == 1 else parts[0]
 
-    The group is what the split keeps together: the given one, or a line's `repo`; None means the document alone.
-    """
-    lines = path.name.removesuffix(".gz").endswith(".jsonl")
+
+def survey(named: dict[str, str], own: Path) -> tuple[str, int]:
+    """Return (a hash over path, size and time of every file of the sources, their bytes on disk)."""
+    digest, total = hashlib.sha256(), 0
+    for name, where in named.items():
+        digest.update(f"\0{name}".encode())
+        for path, place, _ in source_files(where, own) if not where.startswith("hf:") else ():
+            try:
+                stat = path.stat()
+            except OSError:
+                continue
+            digest.update(f"{place}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+            total += stat.st_size
+    return digest.hexdigest(), total
+
+
+def pieces(file) -> Iterator[bytes]:
+    """Yield a file in one piece, or cut at line ends into pieces of PIECE to 2 PIECE bytes."""
+    carry = b""
+    while raw := file.read(PIECE):
+        whole, raw = len(raw) < PIECE, carry + raw
+        cut = len(raw) if whole else raw.rfind(b"\n") + 1
+        if not cut:                                 # a line without end: cut before its last character
+            cut = max((i for i in range(len(raw) - 4, len(raw)) if raw[i] & 0xC0 != 0x80), default=len(raw))
+        yield raw[:cut]
+        carry = raw[cut:]
+    if carry:
+        yield carry
+
+
+def library(name: str):
+    """Import an optional package; UserError with its install command where it is missing."""
     try:
-        if not path.is_file():                      # a device or a pipe would hang
-            yield None, None, "unreadable"
-            return
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            if not lines:
-                raw = file.read(MAX_DOCUMENT + 1)
-                yield (raw, group, None) if len(raw) <= MAX_DOCUMENT else (None, None, "too large")
-                return
-            while line := file.readline(MAX_DOCUMENT + 1):
-                if len(line) > MAX_DOCUMENT:
-                    yield None, None, "too large"
+        return __import__(name.partition(".")[0]) if "." not in name else __import__(name, fromlist=["_"])
+    except ImportError:
+        package = name.partition(".")[0]
+        raise UserError(f"sources: {package} is needed to read this - pip install {package}") from None
+
+
+def read_rows(path: Path, advance: Callable[[int], None]) -> Iterator[dict | str]:
+    """Yield each row of a .jsonl or .parquet file or of a dataset, or the reason why it is none."""
+    if path.is_dir():
+        loaded = library("datasets").load_from_disk(str(path))
+        for part in loaded.values() if isinstance(loaded, dict) else [loaded]:
+            yield from part
+    elif path.suffix == ".parquet":
+        arrow, parquet = library("pyarrow"), library("pyarrow.parquet")
+        try:
+            for batch in parquet.ParquetFile(path).iter_batches(256):
+                yield from batch.to_pylist()
+        except (arrow.ArrowException, OSError):
+            yield "damaged archive"
+    else:
+        with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+            first = True
+            while line := file.readline(MAX_ROW + 1):
+                advance(raw.tell())
+                if len(line) > MAX_ROW:
+                    yield "too large"
                     while line and not line.endswith(b"\n"):
-                        line = file.readline(MAX_DOCUMENT)
+                        line = file.readline(MAX_ROW)
                 elif line.strip():
+                    if first and (line.strip() == b"[" or line.startswith(b"[{")):
+                        yield "a JSON array, not lines"
+                        return
+                    first = False
                     try:
                         row = json.loads(line)
-                        text, repo = row[jsonl_field], row.get("repo")
-                    except (ValueError, TypeError, KeyError, RecursionError):
-                        text = None
-                    if isinstance(text, str):
-                        yield text, repo if isinstance(repo, str) else None, None
-                    else:
-                        yield None, None, "bad jsonl line"
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        yield None, None, "damaged archive"
-    except OSError:
-        yield None, None, "unreadable"
+                    except (ValueError, RecursionError):
+                        row = None
+                    yield row if isinstance(row, dict) else "bad row"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Curation: a function per rule, each returns the reason to drop a document, or None
-# ----------------------------------------------------------------------------------------------------------
-
-def undecodable(raw: bytes) -> str | None:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return "not UTF-8"
-
-
-def binary(text: str) -> str | None:
-    """A NUL, or more than one control character in fifty, is no text."""
-    if "\0" in text or 50 * len(re.findall(r"[\x01-\x08\x0e-\x1f\x7f]", text)) > len(text):
-        return "binary"
+def row_documents(rows, place: str) -> Iterator[tuple[bytes | None, str, str | None, str | None]]:
+    """As read_documents, of rows: the field `repo`, where there is one, is the group, `path` the place."""
+    for number, row in enumerate(rows, 1):
+        text = None if isinstance(row, str) else row.get(text_field)
+        if not isinstance(text, str):
+            yield None, f"{place}:{number}", None, row if isinstance(row, str) else f'no text in the field "{text_field}"'
+            continue
+        repo, inner = row.get("repo"), row.get("path")
+        for raw in pieces(io.BytesIO(tokenizer.clean(text).encode("utf-8"))):
+            yield raw, tokenizer.clean(inner) if isinstance(inner, str) else f"{place}:{number}", repo if isinstance(repo, str) else None, None
 
 
-def too_short(text: str) -> str | None:
-    stripped = len(text.strip())
-    if stripped < min_chars:
-        return "too short" if stripped else "empty"
+def read_documents(path: Path, place: str, project: str, advance: Callable[[int], None]) -> Iterator[tuple[bytes | None, str, str | None, str | None]]:
+    """Yield (raw document or None, its place for people, its group, the reason to drop it or None) for each of a file.
 
-
-def minified(text: str) -> str | None:
-    """Lines no person wrote: one of more than 20,000 characters, or 500 on average over the document."""
-    lines = text.splitlines()
-    if len(text) > 500 * len(lines) and len(text) > 5000 or max(map(len, lines), default=0) > 20_000:
-        return "minified"
-
-
-def content_digest(text: str) -> bytes:
-    """Hash a text by its words: copies that differ in white space or line ends alone are duplicates."""
-    return hashlib.sha256(" ".join(text.split()).encode("utf-8")).digest()[:16]
-
-
-def curate(named: dict[str, str], own: Path, spool, report) -> tuple[np.ndarray, Counter]:
-    """Write the documents to keep into the spool, a JSON line [source number, text] each; what lies in own is left out.
-
-    Returns a record per document (hash of its group, hash of its content, bytes) and the dropped ones by reason.
-    A copy is dropped wherever it lies; the first in the order of sources and paths stays.
+    The group is what the split keeps together: the project, or a row's `repo`; None means the document alone.
+    advance is told how far the file is read, in bytes.
     """
-    seen, dropped = set(), Counter()
-    groups, contents, sizes = array("Q"), array("Q"), array("Q")      # 24 bytes a document, beside 100 in `seen`
-    progress = tqdm(desc="reading", unit="B", unit_scale=True, disable=None, leave=False)
-    for number, (name, where) in enumerate(named.items()):
-        root, files = find_files(where)
-        for path in files:
-            if own in path.absolute().parents:      # data_dir inside a source: what we wrote ourselves is no corpus
+    try:
+        if path.is_dir() and is_dataset(path) or path.name.removesuffix(".gz").endswith((".jsonl", ".parquet")):
+            yield from row_documents(read_rows(path, advance), place)
+        elif not path.is_file():                    # a device or a pipe would hang
+            yield None, place, None, "unreadable"
+        else:
+            with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+                empty = True
+                for piece in pieces(file):
+                    empty = False
+                    advance(raw.tell())
+                    yield piece, place, project, None
+                if empty:
+                    yield b"", place, project, None
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        yield None, place, None, "damaged archive"
+    except OSError:
+        yield None, place, None, "unreadable"
+
+
+def hub_documents(name: str) -> Iterator[tuple[bytes | None, str, str | None, str | None]]:
+    """As read_documents, of a dataset streamed by name: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."""
+    name, kind, split, *_ = *name.split(":"), "", ""
+    try:
+        rows = library("datasets").load_dataset(name, kind or None, split=split or "train", streaming=True)
+        yield from row_documents(rows, name)
+    except (OSError, ValueError, RuntimeError) as error:      # what the library and its network raise
+        raise UserError(f"sources: hf:{name}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+
+
+def all_documents(named: dict[str, str], own: Path, progress) -> Iterator[tuple[int, bytes | None, str, str | None, str | None]]:
+    """Yield (source number, *read_documents) for every document of all sources in a fixed order."""
+    for number, where in enumerate(named.values()):
+        if where.startswith("hf:"):
+            for document in hub_documents(where[3:]):
+                progress.update(len(document[0] or b""))
+                yield number, *document
+            continue
+        before = progress.n
+        for path, place, project in source_files(where, own):
+            size = path.stat().st_size if path.is_file() else 0
+            for document in read_documents(path, place, project, lambda position: progress.update(before + position - progress.n)):
+                yield number, *document
+            before += size
+            progress.update(before - progress.n)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Reading: every document through the rules of curate.py, the good ones into a spool
+# ----------------------------------------------------------------------------------------------------------
+
+RECORD = np.dtype([("group", "u8"), ("content", "u8"), ("offset", "u8"), ("size", "u4"), ("source", "u2"),
+                   ("signature", "u1", curate.HASHES)])             # 155 bytes a document: all that is kept of it in memory
+RULES = ("too short", *curate.DROP, "evaluation prompt", *curate.SCRUB, "duplicate", "near duplicate")
+STOP_BYTES = 64 << 20                   # of text between two states saved while reading: what an interruption costs
+EXAMPLES = 3                            # per source and reason in curation.md
+
+
+def examine(raw: bytes, rules: set) -> tuple[str | None, str, dict]:
+    """Apply the rules to one document: (reason to drop it or None, its text, {what was scrubbed: how often})."""
+    try:
+        text = raw.decode("utf-8-sig")              # the byte order mark is no text
+    except UnicodeDecodeError:
+        return "not UTF-8", "", {}
+    if not text.strip():
+        return "empty", text, {}
+    if "too short" in rules and len(text.strip()) < min_chars:
+        return "too short", text, {}
+    data = text.encode("utf-8")
+    for reason, rule in curate.DROP.items():
+        if reason in rules and rule(text, data):
+            return reason, text, {}
+    scrubbed = {}
+    for name, scrub in curate.SCRUB.items():
+        if name in rules:
+            text, times = scrub(text)
+            scrubbed |= {name: times} if times else {}
+    if "too short" in rules and len(text.strip()) < min_chars:
+        return "too short", text, {}
+    return None, text, scrubbed
+
+
+def content_hash(text: str) -> int:
+    """Hash a text by its words: copies that differ in white space or line ends alone are duplicates."""
+    return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode("utf-8")).digest()[:8], "little")
+
+
+def add_example(examples: dict, reason: str, place: str, text: str) -> None:
+    """Keep the EXAMPLES documents whose places have the least hashes: any order of reading gives the same."""
+    best = examples.setdefault(reason, [])
+    best.append([hashlib.sha256(place.encode("utf-8")).hexdigest(), place, text[:400]])
+    best.sort()
+    del best[EXAMPLES:]
+
+
+def read_all(named: dict[str, str], own: Path, building: Path, rules: set, tally: dict, total: int, report) -> np.ndarray:
+    """Write the documents that pass into building/spool.jsonl, a JSON line [place, text] each; return their RECORDs.
+
+    tally counts what was dropped and scrubbed by source. It is saved beside the spool now and then, and reading goes on
+    from what it says was read.
+    """
+    def save_tally():
+        spool.flush()
+        records.flush()
+        tally.update(spool=spool.tell(), records=records.tell())
+        config.write_text(building / "tally.json", json.dumps(tally))
+
+    names, since = list(named), 0
+    with open(building / "spool.jsonl", "ab") as spool, open(building / "records", "ab") as records:
+        spool.truncate(tally["spool"])
+        records.truncate(tally["records"])
+        progress = tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=None, leave=False)
+        for count, (number, raw, place, group, reason) in enumerate(all_documents(named, own, progress) if not tally["done"] else (), 1):
+            if count <= tally["documents"]:         # read before an interruption
                 continue
-            parts = path.relative_to(root).parts or (root.name,)            # the root itself, where it may not be read
-            project = Path(parts[0]).stem if len(parts) == 1 else parts[0]
-            for raw, group, reason in read_documents(path, project):
-                text = None
-                if reason is None and isinstance(raw, bytes):
-                    progress.update(len(raw))
-                    reason = undecodable(raw)
-                    text = raw.decode("utf-8-sig") if reason is None else None    # the byte order mark is no text
-                elif reason is None:
-                    text = tokenizer.clean(raw)
-                    progress.update(len(text))
-                for rule in (too_short, binary, minified):
-                    reason = reason or rule(text)
-                if reason is None:
-                    digest = content_digest(text)
-                    reason = "duplicate" if digest in seen else None
-                if reason is not None:
-                    dropped[reason] += 1
-                    if reason in ("unreadable", "damaged archive"):
-                        report(f"  {reason}: {path}")
-                    continue
-                seen.add(digest)
-                group = digest if group is None else f"{name}/{group}".encode("utf-8", "surrogatepass")
-                groups.append(int.from_bytes(hashlib.sha256(group).digest()[:8], "little"))
-                contents.append(int.from_bytes(digest[:8], "little"))
-                data = text.encode("utf-8")
-                sizes.append(len(data))
-                spool.write(json.dumps([number, text]) + "\n")
-    progress.close()
-    return np.stack([np.frombuffer(column, dtype=np.uint64) for column in (groups, contents, sizes)], 1), dropped
+            tally["documents"], since = count, since + len(raw or b"")
+            account, text, scrubbed, hashes = tally["sources"][names[number]], "", {}, None
+            if reason is None:
+                reason, text, scrubbed = examine(raw, rules)
+            if reason is None and not rules.isdisjoint(("evaluation prompt", "near duplicate")):
+                hashes = curate.shingles(text.encode("utf-8"))
+                if "evaluation prompt" in rules and curate.has_evaluation_prompt(hashes):
+                    reason = "evaluation prompt"
+            if reason is not None:
+                account["dropped"][reason] = account["dropped"].get(reason, 0) + 1
+                add_example(account["examples"], reason, place, text)
+                if reason in ("unreadable", "damaged archive", "a JSON array, not lines") and account["dropped"][reason] <= 10:
+                    report(f"  {reason}: {place}")
+            else:
+                for name, times in scrubbed.items():
+                    account["scrubbed"][name] = account["scrubbed"].get(name, 0) + times
+                    around = max(0, text.find(curate.REPLACEMENT) - 100) if name == "secret" else 0
+                    add_example(account["examples"], name, place, text[around:] if name == "secret" else raw.decode("utf-8-sig"))
+                content = content_hash(text)
+                group = f"{content}" if group is None else f"{names[number]}/{group}"
+                group = int.from_bytes(hashlib.sha256(group.encode("utf-8", "surrogatepass")).digest()[:8], "little")
+                signature = np.frombuffer(curate.minhash(hashes), np.uint8) if "near duplicate" in rules else 0
+                records.write(np.array([(group, content, spool.tell(), len(text.encode("utf-8")), number, signature)], RECORD).tobytes())
+                spool.write(json.dumps([place, text]).encode("ascii") + b"\n")
+            if since > STOP_BYTES:
+                save_tally()
+                since = 0
+        progress.close()
+        tally["done"] = True
+        save_tally()
+    return np.fromfile(building / "records", RECORD)
+
+
+def find_repeated(records: np.ndarray, rules: set) -> tuple[np.ndarray, np.ndarray]:
+    """Return (int64 [n]: which earlier document each one repeats, or -1, bool [n]: exactly, its white space aside)."""
+    everyone = np.arange(len(records))
+    repeats, exact = np.full(len(records), -1), np.zeros(len(records), bool)
+    if "duplicate" in rules:
+        _, first, inverse = np.unique(records["content"], return_index=True, return_inverse=True)
+        exact = first[inverse] != everyone
+        repeats[exact] = first[inverse][exact]
+    if "near duplicate" in rules:
+        left = everyone[~exact]
+        near = curate.near_duplicates(records["signature"][left])
+        repeats[left[near >= 0]] = left[near[near >= 0]]
+    return repeats, exact
+
+
+def read_spool(path: Path, offsets) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of the documents at the given offsets, in their order."""
+    with open(path, "rb") as file:
+        for offset in offsets:
+            file.seek(int(offset))                  # free where the lines follow each other
+            yield json.loads(file.readline())
+
+
+def write_report(path: Path, named: dict, tally: dict, spool: Path, records: np.ndarray, repeats: np.ndarray, exact: np.ndarray) -> None:
+    """Write curation.md: per source and reason the counts and a few shortened examples."""
+    lines = ["# What was kept and what was dropped", "", "Rules, bars and patterns stand in curate.py; `rules_off` turns single ones off. "
+             "Examples are drawn at random and cut.", ""]
+    for number, (name, where) in enumerate(named.items()):
+        account, own = tally["sources"][name], records["source"] == number
+        counts = {"kept": int((own & (repeats < 0)).sum())} | dict(sorted(account["dropped"].items()))
+        lines += [f"## {name} ({where})", "", "| documents | |", "|---:|---|", *(f"| {n:,} | {reason} |" for reason, n in counts.items() if n)]
+        lines += [f"| {n:,} | scrubbed: {what} |" for what, n in sorted(account["scrubbed"].items())] + [""]
+        examples = dict(account["examples"])
+        for reason, these in (("kept", own & (repeats < 0)), ("duplicate", own & exact), ("near duplicate", own & ~exact & (repeats >= 0))):
+            some = np.flatnonzero(these)
+            some = some[np.argsort(records["content"][some], kind="stable")[:EXAMPLES]]
+            for i, (place, text) in zip(some, read_spool(spool, records["offset"][some])):
+                if repeats[i] >= 0:
+                    place += " repeats " + next(read_spool(spool, records["offset"][[repeats[i]]]))[0]
+                examples.setdefault(reason, []).append(["", place, text[:400]])
+        for reason in sorted(examples, key=lambda reason: (reason != "kept", reason)):
+            lines += [f"### {reason}", ""]
+            for _, place, text in examples[reason]:
+                shown = [f"    {line[:150]}" for line in text.splitlines()[:12] if line.strip()]
+                lines += [f"`{place}`", "", *shown, ""]
+    config.write_text(path, "\n".join(lines).encode("utf-8", "replace").decode("utf-8"))
 
 
 def choose_validation(records: np.ndarray, fraction: float, report) -> np.ndarray:
@@ -228,10 +422,10 @@ def choose_validation(records: np.ndarray, fraction: float, report) -> np.ndarra
     Groups are taken in the order of their hashes while they fit into the share. Where every group is larger
     than the share (a single project), documents are taken one by one, and that is said.
     """
-    sizes = records[:, 2].astype(np.int64)
+    sizes = records["size"].astype(np.int64)
     target = fraction * sizes.sum()
-    for column in (0, 1):
-        keys, inverse = np.unique(records[:, column], return_inverse=True)
+    for column in ("group", "content"):
+        keys, inverse = np.unique(records[column], return_inverse=True)
         weights = np.bincount(inverse, sizes)
         taken, have = np.zeros(len(keys), bool), 0
         for i, weight in enumerate(weights):
@@ -239,7 +433,7 @@ def choose_validation(records: np.ndarray, fraction: float, report) -> np.ndarra
                 taken[i], have = True, have + weight
         if have >= 0.5 * target:
             return taken[inverse]
-        if column == 0:
+        if column == "group":
             report(f"  the {len(keys)} projects (top-level folders) are too large to hold out {fraction:.0%} of the text by "
                    f"whole projects: single documents are held out, and validation loss may flatter the model")
     if len(records) < 2:
@@ -247,6 +441,35 @@ def choose_validation(records: np.ndarray, fraction: float, report) -> np.ndarra
     taken = np.zeros(len(records), bool)
     taken[np.argmin(sizes)] = True                  # a handful of large documents: the smallest one serves
     return taken
+
+
+def choose_copies(records: np.ndarray, is_val: np.ndarray, named: dict, report) -> np.ndarray:
+    """Return how often each document is trained on, so that the sources' shares of the training text are those of mix.
+
+    The text is as long as without a mix: a source short of its share is repeated, one with too much is sampled, by the
+    order of its documents' hashes. Documents held out for validation count once.
+    """
+    copies = np.ones(len(records), np.int64)
+    if mix is None:
+        return copies
+    train = [~is_val & (records["source"] == number) for number in range(len(named))]
+    have = np.array([int(records["size"][these].sum()) for these in train])
+    if missing := [name for name, n in zip(named, have) if not n]:
+        raise UserError(f"mix: nothing to train on is left of the source {missing[0]} - remove it from sources and mix")
+    planned = np.array([mix[name] for name in named]) / sum(mix.values())
+    times = planned * have.sum() / have
+    for these, factor in zip(train, times):
+        some = np.flatnonzero(these)
+        some = some[np.argsort(records["content"][some], kind="stable")]
+        more = np.cumsum(records["size"][some]) - records["size"][some] / 2 < (factor - int(factor)) * records["size"][some].sum()
+        copies[some] = int(factor) + more
+    reached = np.array([int((records["size"][these] * copies[these]).sum()) for these in train])
+    for name, plan, got, factor in zip(named, planned, reached / reached.sum(), times):
+        report(f"    {name:<20} planned {plan:>6.1%}, reached {got:>6.1%} of the training text: {factor:.2f} times what there is")
+        if factor > MAX_REPEATS:
+            report(f"  warning: {name} is repeated {factor:.1f} times - more than {MAX_REPEATS} passes teach next to nothing new; "
+                   f"find more of it or lower its share")
+    return copies
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -298,59 +521,81 @@ class ShardWriter:
         return self.account
 
 
-def read_spool(path: Path) -> Iterator[tuple[int, str]]:
-    with open(path, encoding="utf-8", newline="\n") as file:
-        for line in file:
-            yield json.loads(line)
+def encode_batches(encode: Callable, documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, np.ndarray]]]:
+    """Yield [(text, its ids)] batch by batch; while one is written the next is encoded, on all cores."""
+    cores = os.cpu_count() or 1
+    with ThreadPoolExecutor(cores) as pool:         # the encoders let go of the interpreter lock
+        def submit(texts):
+            parts = [texts[i::cores] for i in range(cores)]
+            return texts, [pool.submit(encode, part) for part in parts if part]
+
+        def collect(texts, futures):
+            arrays = [future.result() for future in futures]
+            return [(text, arrays[i % cores][i // cores]) for i, text in enumerate(texts)]
+
+        ahead, texts, chars = None, [], 0
+        for _, text in documents:
+            texts.append(text)
+            chars += len(text)
+            if len(texts) == BATCH_DOCUMENTS or chars > BATCH_CHARS:
+                previous, ahead, texts, chars = ahead, submit(texts), [], 0
+                if previous:
+                    yield collect(*previous)
+        for rest in (ahead, submit(texts)):
+            if rest and rest[0]:
+                yield collect(*rest)
 
 
-def encode_batches(tok, spool: Path) -> Iterator[tuple[list[tuple[int, str]], list[list[int]]]]:
-    """Yield ([(source number, text)], [ids]) batch by batch; encode_batch_fast keeps all cores busy."""
-    def encoded(batch):
-        return batch, [e.ids for e in tok.encode_batch_fast([text for _, text in batch], add_special_tokens=False)]
+def tokenize(tok, spool: Path, records: np.ndarray, order: np.ndarray, is_val: np.ndarray, named: dict, folder: Path) -> tuple[dict, dict, dict]:
+    """Encode documents into shards, in the given order. Returns (account per split, account per source, statistics for the gates).
 
-    batch, chars = [], 0
-    for document in read_spool(spool):
-        batch.append(document)
-        chars += len(document[1])
-        if len(batch) == BATCH_DOCUMENTS or chars > BATCH_CHARS:
-            yield encoded(batch)
-            batch, chars = [], 0
-    if batch:
-        yield encoded(batch)
-
-
-def tokenize(tok, spool: Path, is_val: np.ndarray, named: dict, folder: Path, n_bytes: int) -> tuple[dict, dict, dict]:
-    """Encode the spool into shards. Returns (account per split, account per source, statistics for the gates)."""
+    After each full shard the state is saved, and an interrupted run goes on from there.
+    """
     begin, end = tok.token_to_id("<s>"), tok.token_to_id("</s>")
     writers = {split: ShardWriter(folder, split, shard_tokens) for split in ("train", "val")}
-    per_source = {name: dict(path=where, documents=0, text_bytes=0, tokens=0) for name, where in named.items()}
-    names, used = list(named), np.zeros(vocab_size, np.int64)
-    stats = dict(text_bytes=0, text_tokens=0, words=0, sampled=0, failed=0)
-    progress = tqdm(desc="encoding", total=n_bytes, unit="B", unit_scale=True, disable=None, leave=False)
-    index = 0
-    for batch, encoded in encode_batches(tok, spool):
-        for (number, text), ids in zip(batch, encoded):
-            ids = np.array([begin, *ids, end], np.int64)
+    names, used = list(named), np.zeros(vocab_size, bool)
+    state = dict(position=0, sources={name: dict(path=where, documents=0, text_bytes=0, tokens=0) for name, where in named.items()},
+                 stats=dict(text_bytes=0, text_tokens=0, sampled=0, sampled_words=0, sampled_tokens=0, failed=0))
+    state_file = folder / "encoding"
+    if state_file.is_file():
+        state = torch.load(state_file, weights_only=True)
+        used = state.pop("used").numpy()
+        for split, (account, pending) in state.pop("writers").items():
+            writers[split].account, writers[split].pending, writers[split].n_pending = account, [pending.numpy()], len(pending)
+    stats, n_shards = state["stats"], lambda: sum(len(w.account["shards"]) for w in writers.values())
+    offsets, sizes, saved = records["offset"], records["size"], n_shards()
+    encode, library = tokenizer.batch_encoder(tok, [text for _, text in read_spool(spool, offsets[order[:64]])])
+    progress = tqdm(desc=f"encoding with {library}", total=int(sizes[order].sum()), initial=int(sizes[order[:state["position"]]].sum()), unit="B",
+                    unit_scale=True, disable=None, leave=False)
+    for batch in encode_batches(encode, read_spool(spool, offsets[order[state["position"]:]])):
+        for text, ids in batch:
+            index = order[state["position"]]
+            ids = np.concatenate([[begin], ids, [end]])
             assert ids.max() < vocab_size <= tokenizer.MAX_VOCAB, (ids.max(), vocab_size)   # uint16 would wrap silently
-            size = len(text.encode("utf-8"))
+            size = int(sizes[index])
             writers["val" if is_val[index] else "train"].add(ids.astype(np.uint16), size)
-            account = per_source[names[number]]
+            account = state["sources"][names[records["source"][index]]]
             account["documents"] += 1
             account["text_bytes"] += size
             account["tokens"] += len(ids)
-            used += np.bincount(ids, minlength=vocab_size)
+            used[ids] = True
             stats["text_bytes"] += size
             stats["text_tokens"] += len(ids) - 2
-            stats["words"] += len(text.split())
-            if index % 20 == 0:
+            if state["position"] % 20 == 0:
                 stats["sampled"] += 1
+                stats["sampled_words"] += len(text.split())
+                stats["sampled_tokens"] += len(ids) - 2
                 stats["failed"] += tokenizer.decode(tok, ids[1:-1].tolist()) != text
-            index += 1
+            state["position"] += 1
             progress.update(size)
+        if n_shards() > saved:
+            saved = n_shards()
+            pending = {split: (w.account, torch.from_numpy(np.concatenate([*w.pending, np.zeros(0, np.uint16)]))) for split, w in writers.items()}
+            save_synced(state | dict(used=torch.from_numpy(used), writers=pending), folder / "encoding.tmp")
+            config.replace(folder / "encoding.tmp", state_file)
     progress.close()
     fixed = len(tokenizer.CONTROL) + len(tokenizer.STRUCTURE)
-    return {s: w.close() for s, w in writers.items()}, per_source, stats | dict(used=int((used[fixed:] > 0).sum()))
+    return {s: w.close() for s, w in writers.items()}, state["sources"], stats | dict(used=int(used[fixed:].sum()))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -411,10 +656,9 @@ def move_into_place(building: Path, folder: Path) -> None:
             old.unlink()
     (building / "moving").touch()
     for new in sorted(building.iterdir(), key=lambda p: p.name == "manifest.json"):
-        if new.name != "moving":
+        if new.name not in WORK:
             config.replace(new, folder / new.name)
-    (building / "moving").unlink()
-    building.rmdir()
+    shutil.rmtree(building)
 
 
 def main():
@@ -424,10 +668,13 @@ def main():
     mistakes = [f"{name}={value} must be {bar}" for name, value, bar, good in (
         ("val_fraction", val_fraction, "between 0 and 0.5", 0 < val_fraction <= 0.5),
         ("min_chars", min_chars, "0 or more", min_chars >= 0),
+        ("rules_off", rules_off, f"some of {', '.join(RULES)}", not rules_off or set([rules_off] if isinstance(rules_off, str) else rules_off) <= set(RULES)),
         ("shard_tokens", shard_tokens, "1,000 or more", shard_tokens >= 1000)) if not good]
     if mistakes:
         raise UserError("\n".join(mistakes))
     named = named_sources(sources)
+    if mix is not None and (set(mix) != set(named) or not all(type(share) in (int, float) and share > 0 for share in mix.values())):
+        raise UserError(f"mix={mix} must give every source ({', '.join(named)}) a share above 0")
     folder = Path(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     held = config.lock(folder)                      # noqa: F841 - until the process ends
@@ -442,34 +689,62 @@ def main():
     if foreign and not overwrite:                   # without a manifest: one would have ended the run above
         raise UserError(f"{folder}: holds {foreign[0]} but no manifest.json, so no finished data of prepare.py - choose another --data_dir, or "
                         f"--overwrite=True replaces it")
-    shutil.rmtree(building, ignore_errors=True)     # what an interrupted run left
-    building.mkdir(parents=True)
+    rules = set(RULES) - set([rules_off] if isinstance(rules_off, str) and rules_off else rules_off)
+    survey_hash, total = survey(named, folder.absolute())
+    code = [config.sha256_file(module.__file__) for module in (curate, tokenizer)] + [config.sha256_file(__file__)]
+    tally = dict(key=hashlib.sha256(json.dumps([settings, survey_hash, code]).encode("utf-8", "surrogatepass")).hexdigest(), documents=0,
+                 spool=0, records=0, done=False, sources={name: dict(dropped={}, scrubbed={}, examples={}) for name in named})
+    try:
+        before = json.loads((building / "tally.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = {}
+    if before.get("key") == tally["key"]:
+        tally = before
+        print(f"going on with what was begun: {tally['documents']:,} documents are read")
+    else:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir()
+    spool = building / "spool.jsonl"
 
     print(f"1/3 reading and curating {', '.join(f'{name} ({where})' if name != where else name for name, where in named.items())}")
-    with open(building / "spool.jsonl", "w", encoding="utf-8", newline="\n") as spool:
-        records, dropped = curate(named, folder.absolute(), spool, tqdm.write)
+    records = read_all(named, folder.absolute(), building, rules, tally, total, tqdm.write)
+    repeats, exact = find_repeated(records, rules)
+    for number, account in enumerate(tally["sources"].values()):
+        own = records["source"] == number
+        account["dropped"] |= {reason: int(n) for reason, n in (("duplicate", (own & exact).sum()), ("near duplicate", (own & ~exact & (repeats >= 0)).sum())) if n}
+    write_report(building / "curation.md", named, tally, spool, records, repeats, exact)
+    dropped = {reason: sum(account["dropped"].get(reason, 0) for account in tally["sources"].values())
+               for reason in sorted({reason for account in tally["sources"].values() for reason in account["dropped"]})}
+    records = records[repeats < 0]
     if not len(records):
         raise UserError(f"sources: no usable document in {', '.join(named.values())} "
                         f"({', '.join(f'{n} {reason}' for reason, n in dropped.items()) or 'no files'})")
     is_val = choose_validation(records, val_fraction, print)
-    n_bytes = int(records[:, 2].sum())
-    print(f"    {len(records):,} documents, {n_bytes / 1e6:.1f} MB kept, {sum(dropped.values()):,} dropped; "
+    sizes = records["size"].astype(np.int64)
+    print(f"    {len(records):,} documents, {sizes.sum() / 1e6:.1f} MB kept, {sum(dropped.values()):,} dropped (why: {folder / 'curation.md'}); "
           f"{is_val.sum():,} held out for validation")
+    copies = choose_copies(records, is_val, named, print)
+    order = np.concatenate([np.flatnonzero(copies > n) if n else np.flatnonzero(copies > 0) for n in range(max(1, copies.max()))])
 
-    print(f"2/3 training the tokenizer, {vocab_size:,} tokens (about {n_bytes * 0.95 / 2e6 + 2:.0f} s)")
-    tok = tokenizer.train_tokenizer((t for i, (_, t) in enumerate(read_spool(building / "spool.jsonl")) if not is_val[i]),
-                                    vocab_size, building / "tokenizer.json")
+    # The documents whose hashes are least, up to TOKENIZER_BYTES.
+    train_bytes = int(sizes[~is_val & (copies > 0)].sum())
+    sample = ~is_val & (copies > 0) & (records["content"] <= np.uint64(min(1, TOKENIZER_BYTES / max(1, train_bytes)) * (2 ** 64 - 2 ** 12)))
+    print(f"2/3 training the tokenizer, {vocab_size:,} tokens (about {sizes[sample].sum() * 0.4e-6 + 1:.0f} s)")
+    if not (building / "tokenizer.json").is_file():
+        tokenizer.train_tokenizer((text for _, text in read_spool(spool, records["offset"][sample])), vocab_size, building / "tokenizer.json")
+    tok = tokenizer.load_tokenizer(building / "tokenizer.json")
     print("3/3 encoding")
-    splits, per_source, stats = tokenize(tok, building / "spool.jsonl", is_val, named, building, n_bytes)
+    splits, per_source, stats = tokenize(tok, spool, records, order, is_val, named, building)
     rows = tokenizer.gates(tok, vocab_size, stats)
     tokenizer.print_gates(rows)
     config.write_text(building / "tokenizer_report.json", json.dumps(dict(gates=rows, statistics=stats), indent=1) + "\n")
+    for name, account in tally["sources"].items():
+        per_source[name] |= dict(dropped=dict(sorted(account["dropped"].items())), scrubbed=dict(sorted(account["scrubbed"].items())))
     manifest = dict(
         version=FORMAT, vocab_size=vocab_size, tokenizer_sha256=config.sha256_file(building / "tokenizer.json"),
-        corpus_sha256=config.sha256_file(building / "spool.jsonl"), splits=splits, sources=per_source,
-        dropped=dict(sorted(dropped.items())), settings=settings, python=platform.python_version())
+        corpus_sha256=config.sha256_file(spool), splits=splits, sources=per_source, dropped=dropped, settings=settings,
+        python=platform.python_version())
     config.write_text(building / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    (building / "spool.jsonl").unlink()
 
     move_into_place(building, folder)
     print(f"{folder}: ready")

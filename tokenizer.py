@@ -10,9 +10,10 @@ normaliser and no prefix space. Digits stand alone, so that numbers are spelt th
 """
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import config
@@ -37,6 +38,8 @@ MAX_TOKEN_LENGTH = 16     # bytes; 16 still holds four levels of indentation in 
 # the blanks before them; a run of blanks less its last, which goes to the word behind it. After the split of GPT-4.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
+LONG_BLANK = re.compile(r"\s{1000}")
+AWKWARD = ["<s></s><task>x</task><unk>", "  \t\n \r\n\r x  y", "1234567 don't \u00e9\u6f22\U0001f600", "a" * 300, "=" * 300, " " * 300]
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -113,6 +116,39 @@ def encode(tok: Tokenizer, text: str) -> list[int]:
     return tok.encode(clean(text), add_special_tokens=False).ids
 
 
+def batch_encoder(tok: Tokenizer, sample: list[str]) -> tuple[Callable[[list[str]], list[np.ndarray]], str]:
+    """Return (a function from texts to arrays of ids, the name of the library that does the work).
+
+    tiktoken, given the same vocabulary, encodes 8 times as fast per core. It is taken where it is installed and gives the
+    ids of tokenizers for the sample: it joins any two tokens that form a third, tokenizers only those it joined in training.
+    """
+    def slow(texts: list[str]) -> list[np.ndarray]:
+        return [np.array(encoding.ids, np.uint32) for encoding in tok.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def fast(texts: list[str]) -> list[np.ndarray]:
+        return [fast_one(text) for text in texts]
+
+    def fast_one(text: str) -> np.ndarray:
+        if not LONG_BLANK.search(text):             # its regex engine overflows on those
+            try:
+                return encoding.encode_to_numpy(text, allowed_special=tags, disallowed_special=())
+            except BaseException as error:          # a panic of Rust is no Exception
+                if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+                    raise
+        return slow([text])[0]
+
+    try:
+        import tiktoken
+        special, tags = {tag: tok.token_to_id(tag) for tag in STRUCTURE}, frozenset(STRUCTURE)
+        ranks = {b: i for i, b in enumerate(token_bytes(tok)) if b and i not in special.values()}
+        encoding = tiktoken.Encoding("cipher", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)
+        if all(np.array_equal(a, b) for a, b in zip(fast([*sample, *AWKWARD]), slow([*sample, *AWKWARD]), strict=True)):
+            return fast, "tiktoken"
+    except (ImportError, ValueError, AttributeError):       # not there, too old, or a vocabulary it does not take
+        pass
+    return slow, "tokenizers"
+
+
 def decode(tok: Tokenizer, ids: list[int]) -> str:
     """Return the text of ids, control tokens by name. Raises ValueError for an id outside the vocabulary."""
     if any(not 0 <= i < tok.get_vocab_size() for i in ids):
@@ -140,12 +176,12 @@ def token_bytes(tok: Tokenizer) -> list[bytes]:
 def gates(tok: Tokenizer, vocab_size: int, stats: dict) -> list[dict]:
     """Judge a tokenizer on the corpus it was made for: a list of {gate, value, bar, passed}.
 
-    stats: text_bytes, text_tokens, words (split at white space), sampled, failed (round trips), used (different
-    ids seen in text). The bars are set where a healthy tokenizer of this kind never comes near them.
+    stats: text_bytes, text_tokens, used (different ids seen in text); of a sample: sampled (documents), sampled_tokens,
+    sampled_words (split at white space), failed (round trips). The bars are set where a healthy tokenizer of this kind never comes near them.
     """
     fixed = [*CONTROL, *STRUCTURE]
     per_token = stats["text_bytes"] / max(1, stats["text_tokens"])
-    fertility = stats["text_tokens"] / max(1, stats["words"])
+    fertility = stats["sampled_tokens"] / max(1, stats["sampled_words"])
     learnt = vocab_size - len(fixed)
     used = stats["used"] / learnt
     rows = [
