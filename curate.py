@@ -76,7 +76,7 @@ SECRETS = [(marks, re.compile(pattern)) for marks, pattern in (
     (("glpat-",), r"glpat-[\w-]{20,}"),                                                       # GitLab
     (("xox",), r"xox[abeoprs]-[A-Za-z0-9-]{10,}"),                                            # Slack
     (("AIza",), r"AIza[\w-]{35}"),                                                            # Google
-    (("sk-", "sk_live_", "rk_live_"), r"sk-(?:[a-z]+-)*[A-Za-z0-9_-]{32,}|[sr]k_live_[A-Za-z0-9]{20,}"),   # OpenAI and kin, Stripe
+    (("sk-", "sk_live_", "rk_live_"), r"\bsk-[\w-]{32,}|[sr]k_live_[A-Za-z0-9]{20,}"),   # OpenAI and kin, Stripe
     (("hf_",), r"hf_[A-Za-z0-9]{30,}\b"),
     (("npm_",), r"npm_[A-Za-z0-9]{36}\b"),
     (("eyJ",), r"eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}"),                                  # JSON web token
@@ -107,8 +107,9 @@ def replace_secrets(text: str) -> tuple[str, int]:
     """Put REDACTED in the place of keys, tokens and passwords."""
     def replace(match):
         secret = match[1] if match.re.groups else match[0]
-        if REPLACEMENT in secret or match.re is ASSIGNED and not (
-                looks_random(secret) and NAME.search(match.string[max(0, match.start() - 40):match.start()])):
+        named = match.re is not ASSIGNED or NAME.search(match.string[max(0, match.start() - 40):match.start()])
+        weak = match.re is ASSIGNED or secret.startswith("sk-")             # a name or a prefix that harmless words have too
+        if REPLACEMENT in secret or not named or weak and not looks_random(secret):
             return match[0]
         replaced.append(secret)
         return match[0].replace(secret, f"\n{REPLACEMENT}\n" if "\n" in secret else REPLACEMENT)
@@ -195,15 +196,15 @@ def shingles(data: bytes) -> np.ndarray:
     return (mixed >> np.uint64(32)).astype(np.uint32)
 
 
-PROMPTS = [(prompt, shingles(prompt.encode())) for prompt in (*CODE_PROMPTS, *(prompt for prompt, _ in CLOZE))]
+PROMPTS = [set(shingles(prompt.encode()).tolist()) for prompt in (*CODE_PROMPTS, *(prompt for prompt, _ in CLOZE))]
 LOW_BITS = np.zeros(1 << 16, bool)      # of the prompts' shingles: passes over nearly every other one at once
-LOW_BITS[np.concatenate([hashes for _, hashes in PROMPTS]) & 0xFFFF] = True
+LOW_BITS[[hashed & 0xFFFF for prompt in PROMPTS for hashed in prompt]] = True
 
 
 def has_evaluation_prompt(hashes: np.ndarray) -> bool:
     """Tell whether a document, given by its shingles, holds all of a prompt's: white space, case and marks do not matter."""
-    suspects = hashes[LOW_BITS[hashes & 0xFFFF]]
-    return len(suspects) > 0 and any(np.isin(prompt, suspects).all() for _, prompt in PROMPTS)
+    suspects = set(hashes[LOW_BITS[hashes & 0xFFFF]].tolist())
+    return any(prompt <= suspects for prompt in PROMPTS)
 
 
 def minhash(hashes: np.ndarray) -> bytes:

@@ -48,6 +48,7 @@ val_fraction = 0.05                     # of the text, held out by whole project
 text_field = "text"                     # the field of a row (.jsonl, .parquet, dataset) that holds the document
 min_chars = 64                          # shorter documents are dropped
 rules_off: str | list = []              # rules of curate.py that are not applied, for example ["near duplicate"]
+fim_share = 0.0                         # of the code documents to train on, re-ordered for filling in the middle
 mix: dict | None = None                 # {source: share of the training text}; None = as much as there is of each
 shard_tokens = 10_000_000               # tokens per shard (2 bytes each)
 overwrite = False                       # True: replace what is prepared in data_dir
@@ -58,6 +59,8 @@ MAX_ROW = 64 << 20                      # bytes of a .jsonl line, which is held 
 BATCH_DOCUMENTS, BATCH_CHARS = 256, 1 << 22     # encoded at a time
 TOKENIZER_BYTES = 100_000_000           # of training text the tokenizer sees; more changes little
 MAX_REPEATS = 4                         # more passes over a text are worth little (arXiv 2305.16264)
+CODE_SUFFIXES = set(""".py .pyi .js .mjs .jsx .ts .tsx .java .kt .scala .c .h .cc .cpp .cxx .hh .hpp .cs .go .rs .swift .m .rb .php .pl .pm
+    .lua .r .jl .hs .ml .ex .exs .erl .clj .lisp .el .sh .bash .zsh .ps1 .sql .vim .zig .nim .d .dart .v .sv .vhd .asm .s .f90 .cu""".split())
 WORK = ("spool.jsonl", "records", "tally.json", "encoding", "moving")      # in .building, never moved into place
 SHARD = re.compile(r"(train|val)_\d{5}\.pt")
 OURS = re.compile(SHARD.pattern + r"|tokenizer\.json|step_\d+\.pt")       # what must not be overwritten unasked
@@ -227,12 +230,11 @@ def read_documents(path: Path, place: str, project: str, advance: Callable[[int]
             yield None, place, None, "unreadable"
         else:
             with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
-                empty = True
-                for piece in pieces(file):
-                    empty = False
+                number = 0
+                for number, piece in enumerate(pieces(file), 1):
                     advance(raw.tell())
-                    yield piece, place, project, None
-                if empty:
+                    yield piece, place + f", piece {number}" * (number > 1), project, None
+                if not number:
                     yield b"", place, project, None
     except (EOFError, zlib.error, gzip.BadGzipFile):
         yield None, place, None, "damaged archive"
@@ -329,8 +331,9 @@ def read_all(named: dict[str, str], own: Path, building: Path, rules: set, tally
 
     names, since = list(named), 0
     with open(building / "spool.jsonl", "ab") as spool, open(building / "records", "ab") as records:
-        spool.truncate(tally["spool"])
-        records.truncate(tally["records"])
+        for file, size in ((spool, tally["spool"]), (records, tally["records"])):
+            file.truncate(size)                     # what was written after the tally
+            file.seek(size)
         progress = tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=None, leave=False)
         for count, (number, raw, place, group, reason) in enumerate(all_documents(named, own, progress) if not tally["done"] else (), 1):
             if count <= tally["documents"]:         # read before an interruption
@@ -411,6 +414,7 @@ def write_report(path: Path, named: dict, tally: dict, spool: Path, records: np.
         for reason in sorted(examples, key=lambda reason: (reason != "kept", reason)):
             lines += [f"### {reason}", ""]
             for _, place, text in examples[reason]:
+                text = re.sub(r"[\x00-\x08\x0e-\x1f\x7f]", "\ufffd", text)
                 shown = [f"    {line[:150]}" for line in text.splitlines()[:12] if line.strip()]
                 lines += [f"`{place}`", "", *shown, ""]
     config.write_text(path, "\n".join(lines).encode("utf-8", "replace").decode("utf-8"))
@@ -521,40 +525,57 @@ class ShardWriter:
         return self.account
 
 
-def encode_batches(encode: Callable, documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, np.ndarray]]]:
-    """Yield [(text, its ids)] batch by batch; while one is written the next is encoded, on all cores."""
+def lay_out(text: str, fim: bool, seed: list[int], tok) -> list[str | int]:
+    """Return the parts of a document in their order: texts to encode and the ids of control tokens.
+
+    A plain one is <s> text </s>. For filling in the middle (arXiv 2207.14255) a text is cut at two random characters and
+    becomes, half the time each, <s> <fim_prefix> prefix <fim_suffix> suffix <fim_middle> middle </s> (PSM) or
+    <s> <fim_prefix> <fim_suffix> suffix <fim_middle> prefix middle </s> (SPM): the three parts put together are the text.
+    """
+    begin, end, before, after, middle = map(tok.token_to_id, ("<s>", "</s>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+    if not fim:
+        return [begin, text, end]
+    random = np.random.default_rng(seed)
+    one, two = sorted(random.integers(len(text) + 1, size=2).tolist())
+    if random.random() < 0.5:
+        return [begin, before, text[:one], after, text[two:], middle, text[one:two], end]
+    return [begin, before, after, text[two:], middle, text[:one], text[one:two], end]
+
+
+def encode_batches(encode: Callable, layouts: Iterator[list[str | int]]) -> Iterator[list[tuple[list[str | int], np.ndarray]]]:
+    """Yield [(layout, its ids)] batch by batch; while one is written the next is encoded, on all cores."""
     cores = os.cpu_count() or 1
     with ThreadPoolExecutor(cores) as pool:         # the encoders let go of the interpreter lock
-        def submit(texts):
-            parts = [texts[i::cores] for i in range(cores)]
-            return texts, [pool.submit(encode, part) for part in parts if part]
+        def submit(batch):
+            texts = [[part for layout in batch[i::cores] for part in layout if isinstance(part, str)] for i in range(cores)]
+            return batch, [pool.submit(encode, some) for some in texts]
 
-        def collect(texts, futures):
-            arrays = [future.result() for future in futures]
-            return [(text, arrays[i % cores][i // cores]) for i, text in enumerate(texts)]
+        def collect(batch, futures):
+            arrays = [iter(future.result()) for future in futures]
+            for i, layout in enumerate(batch):
+                yield layout, np.concatenate([next(arrays[i % cores]) if isinstance(part, str) else [part] for part in layout])
 
-        ahead, texts, chars = None, [], 0
-        for _, text in documents:
-            texts.append(text)
-            chars += len(text)
-            if len(texts) == BATCH_DOCUMENTS or chars > BATCH_CHARS:
-                previous, ahead, texts, chars = ahead, submit(texts), [], 0
+        ahead, batch, chars = None, [], 0
+        for layout in layouts:
+            batch.append(layout)
+            chars += sum(len(part) for part in layout if isinstance(part, str))
+            if len(batch) == BATCH_DOCUMENTS or chars > BATCH_CHARS:
+                previous, ahead, batch, chars = ahead, submit(batch), [], 0
                 if previous:
-                    yield collect(*previous)
-        for rest in (ahead, submit(texts)):
+                    yield list(collect(*previous))
+        for rest in (ahead, submit(batch)):
             if rest and rest[0]:
-                yield collect(*rest)
+                yield list(collect(*rest))
 
 
 def tokenize(tok, spool: Path, records: np.ndarray, order: np.ndarray, is_val: np.ndarray, named: dict, folder: Path) -> tuple[dict, dict, dict]:
-    """Encode documents into shards, in the given order. Returns (account per split, account per source, statistics for the gates).
+    """Encode documents into shards, in the given order: int64 [n, 2], which one and its how manieth copy (0 is the first).
 
-    After each full shard the state is saved, and an interrupted run goes on from there.
+    Returns (account per split, account per source, statistics for the gates). After each full shard the state is saved, and an interrupted run goes on from there.
     """
-    begin, end = tok.token_to_id("<s>"), tok.token_to_id("</s>")
     writers = {split: ShardWriter(folder, split, shard_tokens) for split in ("train", "val")}
     names, used = list(named), np.zeros(vocab_size, bool)
-    state = dict(position=0, sources={name: dict(path=where, documents=0, text_bytes=0, tokens=0) for name, where in named.items()},
+    state = dict(position=0, sources={name: dict(path=where, documents=0, text_bytes=0, tokens=0, fim_documents=0) for name, where in named.items()},
                  stats=dict(text_bytes=0, text_tokens=0, sampled=0, sampled_words=0, sampled_tokens=0, failed=0))
     state_file = folder / "encoding"
     if state_file.is_file():
@@ -564,13 +585,19 @@ def tokenize(tok, spool: Path, records: np.ndarray, order: np.ndarray, is_val: n
             writers[split].account, writers[split].pending, writers[split].n_pending = account, [pending.numpy()], len(pending)
     stats, n_shards = state["stats"], lambda: sum(len(w.account["shards"]) for w in writers.values())
     offsets, sizes, saved = records["offset"], records["size"], n_shards()
-    encode, library = tokenizer.batch_encoder(tok, [text for _, text in read_spool(spool, offsets[order[:64]])])
-    progress = tqdm(desc=f"encoding with {library}", total=int(sizes[order].sum()), initial=int(sizes[order[:state["position"]]].sum()), unit="B",
-                    unit_scale=True, disable=None, leave=False)
-    for batch in encode_batches(encode, read_spool(spool, offsets[order[state["position"]:]])):
-        for text, ids in batch:
-            index = order[state["position"]]
-            ids = np.concatenate([[begin], ids, [end]])
+    encode, library = tokenizer.batch_encoder(tok, [text for _, text in read_spool(spool, offsets[order[:64, 0]])])
+    progress = tqdm(desc=f"encoding with {library}", total=int(sizes[order[:, 0]].sum()), initial=int(sizes[order[:state["position"], 0]].sum()),
+                    unit="B", unit_scale=True, disable=None, leave=False)
+
+    def layouts(order):
+        for (index, copy), (place, text) in zip(order.tolist(), read_spool(spool, offsets[order[:, 0]])):
+            seed = [int(records["content"][index]), copy]
+            code = Path(place.partition(", piece ")[0].removesuffix(".gz")).suffix.lower() in CODE_SUFFIXES
+            yield lay_out(text, code and not is_val[index] and np.random.default_rng([*seed, 1]).random() < fim_share, seed, tok)
+
+    for batch in encode_batches(encode, layouts(order[state["position"]:])):
+        for layout, ids in batch:
+            index = order[state["position"], 0]
             assert ids.max() < vocab_size <= tokenizer.MAX_VOCAB, (ids.max(), vocab_size)   # uint16 would wrap silently
             size = int(sizes[index])
             writers["val" if is_val[index] else "train"].add(ids.astype(np.uint16), size)
@@ -578,14 +605,16 @@ def tokenize(tok, spool: Path, records: np.ndarray, order: np.ndarray, is_val: n
             account["documents"] += 1
             account["text_bytes"] += size
             account["tokens"] += len(ids)
+            account["fim_documents"] += len(layout) > 3
             used[ids] = True
             stats["text_bytes"] += size
             stats["text_tokens"] += len(ids) - 2
             if state["position"] % 20 == 0:
+                text = "".join(part for part in layout if isinstance(part, str))
                 stats["sampled"] += 1
                 stats["sampled_words"] += len(text.split())
                 stats["sampled_tokens"] += len(ids) - 2
-                stats["failed"] += tokenizer.decode(tok, ids[1:-1].tolist()) != text
+                stats["failed"] += tokenizer.decode(tok, ids[ids >= len(tokenizer.CONTROL)].tolist()) != text
             state["position"] += 1
             progress.update(size)
         if n_shards() > saved:
@@ -667,6 +696,7 @@ def main():
     tokenizer.check_vocab_size(vocab_size)
     mistakes = [f"{name}={value} must be {bar}" for name, value, bar, good in (
         ("val_fraction", val_fraction, "between 0 and 0.5", 0 < val_fraction <= 0.5),
+        ("fim_share", fim_share, "between 0 and 1", 0 <= fim_share <= 1),
         ("min_chars", min_chars, "0 or more", min_chars >= 0),
         ("rules_off", rules_off, f"some of {', '.join(RULES)}", not rules_off or set([rules_off] if isinstance(rules_off, str) else rules_off) <= set(RULES)),
         ("shard_tokens", shard_tokens, "1,000 or more", shard_tokens >= 1000)) if not good]
@@ -724,7 +754,7 @@ def main():
     print(f"    {len(records):,} documents, {sizes.sum() / 1e6:.1f} MB kept, {sum(dropped.values()):,} dropped (why: {folder / 'curation.md'}); "
           f"{is_val.sum():,} held out for validation")
     copies = choose_copies(records, is_val, named, print)
-    order = np.concatenate([np.flatnonzero(copies > n) if n else np.flatnonzero(copies > 0) for n in range(max(1, copies.max()))])
+    order = np.concatenate([np.stack([some, np.full(len(some), n)], 1) for n in range(copies.max()) for some in [np.flatnonzero(copies > n)]])
 
     # The documents whose hashes are least, up to TOKENIZER_BYTES.
     train_bytes = int(sizes[~is_val & (copies > 0)].sum())

@@ -2,6 +2,7 @@
 
     python sample.py                                           the newest run below out/, its best checkpoint
     python sample.py config/local_cpu.py --prompt="def fib(n):" --temperature=0.6
+    python sample.py --prompt="def area(r):" --suffix="    return area"     fills in what stands between (after fim_share in prepare.py)
     python sample.py --checkpoint=out/cloud_h100/step_00012000.pt --max_new_tokens=500
 
 Reads the checkpoint (its hash is checked, weights alone are loaded) and the tokenizer.json beside it. Runs in FP32 on the
@@ -27,6 +28,7 @@ data_dir = "data/cipher"             # where a tokenizer.json is sought if none 
 device = "auto"
 dtype = "auto"
 prompt = "def"                       # "" begins a new document; a blank at the end would be a token of its own
+suffix: str | None = None            # text behind the gap; None = the text goes on after the prompt
 max_new_tokens = 200                 # at most; the context (seq_len) may end first
 temperature = 0.8                    # 0 = always the likeliest token
 sample_top_k: int | None = 50        # draw from so many likeliest tokens; None or 0 = all
@@ -76,11 +78,15 @@ def main():
 
     if broken := [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]:
         raise UserError(f"{file}: {broken[0]} is not finite, the run that made it broke down - take an earlier checkpoint")
-    ids = [tok.token_to_id("<s>"), *encode(tok, prompt)]
+    if suffix is None:
+        ids = [tok.token_to_id("<s>"), *encode(tok, prompt)]
+    else:                                           # the first of prepare.lay_out's two orders for filling in the middle
+        before, after, middle = map(tok.token_to_id, ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+        ids = [tok.token_to_id("<s>"), before, *encode(tok, prompt), after, *encode(tok, suffix), middle]
     room = model.config.seq_len - len(ids)
     if room < 1:
-        raise UserError(f"prompt: {len(ids)} tokens with <s>, and the context is {model.config.seq_len} (seq_len) - shorten it to "
-                        f"{model.config.seq_len - 1} or fewer")
+        raise UserError(f"prompt{'' if suffix is None else ' and suffix'}: {len(ids)} tokens with <s>, and the context is "
+                        f"{model.config.seq_len} (seq_len) - shorten it to {model.config.seq_len - 1} or fewer")
     stop_id, stream, n, started = tok.token_to_id("</s>"), TextStream(tok), 0, time.perf_counter()
     print(prompt, end="", flush=True)
     reason = f"max_new_tokens={max_new_tokens} reached" if max_new_tokens <= room else f"the context of {model.config.seq_len} tokens is full"
@@ -91,7 +97,7 @@ def main():
                 break
             n += 1
             print(stream.push(new.item()), end="", flush=True)
-    print(stream.close(), flush=True)
+    print(stream.close() + (suffix or ""), flush=True)
     seconds = time.perf_counter() - started
     print(f"{n} tokens in {seconds:.1f} s, {n / seconds:.1f} tokens/s; {reason}", file=sys.stderr)
 

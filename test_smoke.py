@@ -1,12 +1,13 @@
 """What the scripts promise, on the CPU with a tiny model; a section per script, in the order a user meets them.
 
-    python -m pytest -m "not slow"        about a minute on two cores
+    python -m pytest -m "not slow"        under two minutes on two cores
     python -m pytest                      all of it
 
 A script runs in this process, as if started with its arguments (`call`), or as a real process (`start`) where it has to
 be killed. Faults come from outside: signals, edited files, wrapped torch functions. Expected values are computed in
 another way than the product does: loops over tokens and experts, hashlib, full logits, full recomputation.
 """
+import collections
 import contextlib
 import gzip
 import hashlib
@@ -26,6 +27,7 @@ import sysconfig
 import time
 from pathlib import Path
 
+os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"     # equal sums here and in the processes started from here, and kind to a busy machine
 
 import numpy as np
@@ -618,7 +620,7 @@ def test_private_keys_lose_their_body_and_examples_of_secrets_stay():
     key = "-----BEGIN RSA PRIVATE" + " KEY-----\nMIIEowIBAAKCAQEA\nabc\n-----END RSA PRIVATE" + " KEY-----\n"
     assert curate.replace_secrets(key) == (key.replace("\nMIIEowIBAAKCAQEA\nabc\n", "\nREDACTED\n"), 1)
     for text in ("password = 'your_password_here'", "token = 'continuation_token'", "sha256 = 'ab12cd34ef56ab12cd34'", "https://host:8080/a@b", "password = get_password('vault')",
-                 "a task-list of risk-averse disk-usage", "token = 'https://example.com/login'", "postgres://user:${PASSWORD}@host"):
+                 "a task-list of risk-averse disk-usage", "id=abi-sys-block-disk-integrity-write-generate-capable", "sk-lettered-words-that-go-on-and-on-for-long", "token = 'https://example.com/login'", "postgres://user:${PASSWORD}@host"):
         assert curate.replace_secrets(text) == (text, 0)
 
 
@@ -707,6 +709,7 @@ def test_report_and_manifest_name_every_rule_with_counts_and_examples(dirty):
     assert "`near/a.txt repeats clean/2.txt`" in report and SECRET not in report + "".join(documents(out, "train") + documents(out, "val"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", prepare.RULES)
 def test_every_rule_can_be_turned_off(dirty, tmp_path, rule):
     code, text = call(prepare, f"--sources={dirty}", f"--data_dir={tmp_path}", "--vocab_size=320", f"--rules_off={rule}")
@@ -714,8 +717,191 @@ def test_every_rule_can_be_turned_off(dirty, tmp_path, rule):
     counts = prepare.read_manifest(tmp_path)
     counts = counts["dropped"] | counts["sources"]["dirty"]["scrubbed"]
     assert rule not in counts and len(counts) == 11
-    code, text = call(prepare, f"--sources={dirty}", f"--data_dir={tmp_path}", "--rules_off=['binary', 'minifed']")
+
+
+def test_all_rules_can_be_turned_off_and_a_misspelt_one_is_named(dirty, tmp_path):
+    argv = [f"--sources={dirty}", f"--data_dir={tmp_path}", "--vocab_size=320"]
+    code, text = call(prepare, *argv, f"--rules_off={list(prepare.RULES)}")
+    assert code == 0 and "dropped: nothing" in text, text
+    code, text = call(prepare, *argv, "--rules_off=['binary', 'minifed']")
     assert code == 2 and "rules_off" in text and "minified" in text
+
+
+def test_mix_reaches_its_shares_by_repeating_and_sampling(tmp_path):
+    write_files(tmp_path, {f"a/{n}/x.txt": prose(f"a{n}", 9) for n in range(60)} | {f"b/{n}/x.txt": prose(f"b{n}", 9) for n in range(12)})
+    given = tmp_path / "mix.py"
+    settings = f"sources = {{'a': {str(tmp_path / 'a')!r}, 'b': {str(tmp_path / 'b')!r}}}\nvocab_size = 320\ndata_dir = {str(tmp_path / 'data')!r}\n"
+    given.write_text(settings + "mix = {'a': 1, 'b': 3}\n", encoding="utf-8")
+    code, text = call(prepare, given)
+    assert code == 0 and "planned  75.0%" in text and "more than 4 passes" in text, text
+    train_texts, val_texts = documents(tmp_path / "data", "train"), documents(tmp_path / "data", "val")
+    counts = {source: [n for t, n in collections.Counter(train_texts).items() if t[0] == source] for source in "AB"}
+    train_a, train_b = ([t for t in train_texts if t[0] == source] for source in "AB")
+    share = sum(map(len, train_b)) / sum(map(len, train_texts))
+    assert 0.73 < share < 0.77 and set(counts["A"]) == {1} and len(set(counts["B"])) <= 2 and max(counts["B"]) - min(counts["B"]) <= 1
+    natural = sum(len(t) for t in map(lambda p: p.read_text(), tmp_path.rglob("x.txt"))) - sum(map(len, val_texts))
+    assert abs(sum(map(len, train_texts)) / natural - 1) < 0.03                               # as long as without a mix
+    assert len(set(val_texts)) == len(val_texts) and not set(val_texts) & set(train_texts)
+    assert not any(a == b for a, b in itertools.pairwise(train_texts))                         # copies stand apart
+    for wrong in ("{'a': 1}", "{'a': 1, 'b': 0}", "{'a': 1, 'b': 1, 'c': 1}", "{'a': 1, 'b': 'x'}"):
+        given.write_text(settings + f"mix = {wrong}\n", encoding="utf-8")
+        code, text = call(prepare, given, "--overwrite=True")
+        assert code == 2 and "every source (a, b)" in text
+
+
+def test_fill_in_the_middle_is_reversible_and_for_code_to_train_on_alone(tmp_path):
+    write_files(tmp_path, {f"in/{n}/x.{'py' if n % 2 else 'txt'}": ("py " if n % 2 else "txt ") + prose(n, 6) + "\u00fc\U0001f600" for n in range(120)})
+    argv = [f"--sources={tmp_path / 'in'}", "--vocab_size=320"]
+    assert call(prepare, *argv, f"--data_dir={tmp_path / 'plain'}")[0] == call(prepare, *argv, f"--data_dir={tmp_path / 'fim'}", "--fim_share=0.7")[0] == 0
+    tok, tokens = tokenizer.load_tokenizer(tmp_path / "fim/tokenizer.json"), split_tokens(tmp_path / "fim", "train").tolist()
+    before, after, middle, orders, texts = *(tok.token_to_id(f"<fim_{part}>") for part in ("prefix", "suffix", "middle")), collections.Counter(), []
+    while tokens:
+        document, tokens = tokens[1:tokens.index(2)], tokens[tokens.index(2) + 1:]
+        order = [t for t in document if t in (before, after, middle)]
+        if not order:
+            texts.append(tokenizer.decode(tok, document))
+            orders["plain " + texts[-1].split()[0]] += 1
+            continue
+        assert order == [before, after, middle] and document[0] == before
+        a, m = document.index(after), document.index(middle)
+        parts = [tokenizer.decode(tok, part) for part in (document[1:a], document[m + 1:], document[a + 1:m])]      # prefix, middle, suffix; or "", prefix + middle, suffix
+        texts.append("".join(parts))
+        orders["PSM" if a > 1 else "SPM"] += 1
+    assert sorted(texts) == sorted(documents(tmp_path / "plain", "train"))
+    assert documents(tmp_path / "fim", "val") == documents(tmp_path / "plain", "val")
+    assert "plain txt" in orders and not any(t.startswith("txt") and n == 0 for t, n in orders.items())
+    changed = orders["PSM"] + orders["SPM"]
+    assert 0.5 < changed / (changed + orders["plain py"]) < 0.9 and orders["PSM"] > 10 and orders["SPM"] > 10
+    assert prepare.read_manifest(tmp_path / "fim")["sources"]["in"]["fim_documents"] == changed
+
+
+@pytest.mark.slow                       # importing datasets takes seconds
+def test_sources_of_every_format_hold_the_same_documents(tmp_path):
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    import pyarrow.parquet
+    rows = [{"text": prose(n), "repo": f"r{n}", "path": f"src/{n}.py"} for n in range(12)]
+    lines = "\n".join(map(json.dumps, rows))
+    write_files(tmp_path, {"a/x.jsonl": lines, "b/x.jsonl.gz": gzip.compress(lines.encode()), "h/data/train.jsonl": lines} | {f"e/r{n}/{n}.py": row["text"] for n, row in enumerate(rows)})
+    (tmp_path / "c").mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c/x.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "d")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows[:5]), "test": datasets.Dataset.from_list(rows[5:])}).save_to_disk(tmp_path / "f")
+    for name in ("a", "b", "c", "d", "e", "f", "h"):
+        where = f"hf:{tmp_path / 'h/data'}" if name == "h" else tmp_path / name
+        code, text = call(prepare, f"--sources={where}", f"--data_dir={tmp_path / 'out' / name}", "--vocab_size=300", "--val_fraction=0.2")
+        assert code == 0, text
+        assert sorted(documents(tmp_path / "out" / name, "train") + documents(tmp_path / "out" / name, "val")) == sorted(row["text"] for row in rows), name
+    write_files(tmp_path, {"broken/x.parquet": b"PAR1 no table", "broken/array.jsonl": "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", "broken/y.txt": prose(1), "broken/z.txt": prose(2)})
+    code, text = call(prepare, f"--sources={tmp_path / 'broken'}", f"--data_dir={tmp_path / 'out/broken'}", "--vocab_size=300")
+    assert code == 0 and "damaged archive: x.parquet" in text and "a JSON array, not lines: array.jsonl" in text
+    code, text = call(prepare, f"--sources={tmp_path / 'a'}", f"--data_dir={tmp_path / 'out/field'}", "--vocab_size=300", "--text_field=content")
+    assert code == 2 and '12 no text in the field "content"' in text
+    code, text = call(prepare, "--sources=hf:no/such-dataset", f"--data_dir={tmp_path / 'out/none'}", "--vocab_size=300")
+    assert code == 2 and text.count("error:") == 1 and "hf:no/such-dataset" in text
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "datasets"])
+def test_a_missing_format_package_is_named_with_its_command(tmp_path, monkeypatch, package):
+    write_files(tmp_path, {"in/x.parquet": b"PAR1", "saved/dataset_info.json": "{}", "saved/state.json": "{}"})
+    monkeypatch.setitem(sys.modules, package, None)
+    code, text = call(prepare, f"--sources={tmp_path / ('in' if package == 'pyarrow' else 'saved')}", f"--data_dir={tmp_path / 'data'}")
+    assert code == 2 and f"pip install {package}" in text
+
+
+def test_one_long_file_is_cut_at_line_ends_and_split(tmp_path, monkeypatch):
+    """What a user of nanoGPT brings: one input.txt."""
+    text = "".join(prose(n, 8) for n in range(600))
+    write_files(tmp_path, {"input.txt": text, "input.txt.gz": gzip.compress(text.encode())})
+    for name in ("input.txt", "input.txt.gz"):
+        code, said = call(prepare, f"--sources={tmp_path / name}", f"--data_dir={tmp_path / 'data' / name}", "--vocab_size=320", "--val_fraction=0.2")
+        assert code == 0 and "single documents are held out" in said, said
+        found = documents(tmp_path / "data" / name, "train") + documents(tmp_path / "data" / name, "val")
+        assert sorted(found) == sorted(prepare_pieces(text)) and len(found) == math.ceil(len(text) / 2 ** 18)
+    for size in range(1, 9):                                        # a line without end is cut between characters
+        monkeypatch.setattr(prepare, "PIECE", 4 + size)
+        content = "a\u00fc\u6f22\U0001f600" * 5
+        assert "".join(piece.decode("utf-8") for piece in prepare.pieces(io.BytesIO(content.encode()))) == content
+        assert b"".join(prepare.pieces(io.BytesIO(b"\x80\xff" * 50))) == b"\x80\xff" * 50
+
+
+def prepare_pieces(text):
+    """Cut an ASCII text at the last line end of every 2^18 characters."""
+    start, cuts = 0, []
+    while start < len(text):
+        block = (len(cuts) + 1) * 2 ** 18
+        end = text.rfind("\n", 0, block) + 1 if block < len(text) else len(text)
+        cuts.append(text[start:end])
+        start = end
+    return cuts
+
+
+@pytest.mark.parametrize("stage", ["reading", "training", "encoding"])
+def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, corpus, monkeypatch, stage):
+    argv = [f"--sources={corpus}", "--vocab_size=512", "--shard_tokens=30000", "--rules_off=near duplicate"]
+    assert call(prepare, *argv, f"--data_dir={tmp_path / 'straight'}")[0] == 0
+    examined, encoded = [], []
+    examine, lay_out, add = prepare.examine, prepare.lay_out, prepare.ShardWriter.add
+    def count(what, function, stop):
+        def counted(*args):
+            what.append(1)
+            if len(what) == stop:
+                raise KeyboardInterrupt
+            return function(*args)
+        return counted
+    monkeypatch.setattr(prepare, "STOP_BYTES", 50_000)
+    with monkeypatch.context() as patch:
+        if stage == "reading":
+            patch.setattr(prepare, "examine", count(examined, examine, 25))
+        elif stage == "training":
+            patch.setattr(tokenizer, "train_tokenizer", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        else:
+            patch.setattr(prepare, "BATCH_DOCUMENTS", 4)
+            patch.setattr(prepare.ShardWriter, "add", count(encoded, add, 25))
+        assert call(prepare, *argv, f"--data_dir={tmp_path / 'data'}")[0] == 130
+    again = []
+    monkeypatch.setattr(prepare, "examine", count(again, examine, -1))
+    code, text = call(prepare, *argv, f"--data_dir={tmp_path / 'data'}")
+    assert code == 0 and "going on with what was begun" in text and len(again) <= {"reading": 25, "training": 0, "encoding": 0}[stage]
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("straight", "data"))
+    assert one == two
+    assert call(prepare, *argv, f"--data_dir={tmp_path / 'other'}", "--overwrite=True")[0] == 0 and len(again) > 30       # a fresh folder reads all of it
+
+
+def test_what_was_begun_is_not_taken_for_other_settings_or_changed_files(tmp_path, monkeypatch):
+    write_files(tmp_path, {f"in/{n}.txt": prose(n) for n in range(9)})
+    argv = [f"--sources={tmp_path / 'in'}", f"--data_dir={tmp_path / 'data'}", "--vocab_size=300", "--val_fraction=0.2"]
+    changes = [(lambda: None, "--min_chars=80"), (lambda: write_files(tmp_path, {"in/1.txt": prose(99, 4)}), "--min_chars=64"), (lambda: None, "--min_chars=64")]
+    for change, option in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare.tokenizer, "gates", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+            assert call(prepare, *argv, "--overwrite=True")[0] == 130
+        change()
+        code, text = call(prepare, *argv, option, "--overwrite=True")
+        assert code == 0 and ("going on" in text) == (changes.index((change, option)) == 2), text
+    assert prose(99, 4) in documents(tmp_path / "data", "train") + documents(tmp_path / "data", "val")
+
+
+@pytest.mark.parametrize("library", ["tiktoken", "tokenizers"])
+def test_both_encoders_give_the_ids_of_single_encoding(tok, corpus, monkeypatch, library):
+    tiktoken = pytest.importorskip("tiktoken")
+    texts = [*EDGE, *(p.read_text(encoding="utf-8") for p in sorted(corpus.glob("*.py"))[:20]), " " * 1_000_000, "\n" * 100_000, "x" * 100_000, "<task> <s> </s><deliver>"]
+    texts = [tokenizer.clean(text) for text in texts]
+    if library == "tokenizers":
+        monkeypatch.setitem(sys.modules, "tiktoken", None)
+    encode, name = tokenizer.batch_encoder(tok, texts[:50])
+    assert name == library
+    for text, ids in zip(texts, encode(texts), strict=True):
+        assert ids.tolist() == tok.encode(text, add_special_tokens=False).ids
+    if library == "tiktoken":                                        # one that disagrees is not used; one that panics is replaced for that text
+        class Panic(BaseException): pass
+        Panic.__name__ = "PanicException"
+        with monkeypatch.context() as patch:
+            patch.setattr(tiktoken.Encoding, "encode_to_numpy", lambda self, text, **kwargs: (_ for _ in ()).throw(Panic()))
+            encode, name = tokenizer.batch_encoder(tok, texts[:5])
+            assert encode(["def f(x):"])[0].tolist() == tok.encode("def f(x):").ids
+        with monkeypatch.context() as patch:
+            patch.setattr(tiktoken.Encoding, "encode_to_numpy", lambda self, text, **kwargs: np.zeros(3, np.uint32))
+            assert tokenizer.batch_encoder(tok, texts[:5])[1] == "tokenizers"
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -1399,6 +1585,7 @@ torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
 """
 
 
+@pytest.mark.slow
 def test_killed_while_saving_then_terminated_then_resumed(tiny, reference, tmp_path):
     """Real processes. kill -9 in the middle of the eighth save loses one step; SIGTERM loses nothing and exits 0."""
     out, argv = tmp_path / "out", [tiny, f"--out_dir={tmp_path / 'out'}", "--checkpoint_minutes=1e-6"]
@@ -1884,6 +2071,7 @@ def test_a_missing_optional_package_is_named_with_its_command(tiny, reference, t
     assert code == 2 and f"pip install {package}" in text and "Traceback" not in text, text
 
 
+@pytest.mark.slow
 def test_preflight_rehearses_the_run_and_its_stamp_knows_what_it_vouches_for(tiny, data, tmp_path):
     out, argv = tmp_path / "out", [tiny, f"--out_dir={tmp_path / 'out'}", "--require_bf16=True", "--tensorboard_log=True", "--max_hours=3"]
     code, text = call(train, *argv, "--preflight=True")
@@ -2151,6 +2339,7 @@ def assert_trained_alike(out, alone, loose=("grad_norm",)):
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_of_two_processes_stops_both_and_one_goes_on_alone(tiny, alone, tmp_path):
     argv = [tiny, f"--out_dir={tmp_path / 'out'}", *(f"--{name}={value}" for name, value in RANKS.items())]
     code, text = finish(torchrun(2, *argv, folder=tmp_path, STOP_AFTER="7"))
@@ -2225,6 +2414,7 @@ def test_two_machines_by_torchruns_rendezvous_one_writer(tiny, alone, tmp_path):
     assert_trained_alike(tmp_path / written[0] / "out", alone)
 
 
+@pytest.mark.slow
 def test_accumulation_that_the_processes_cannot_share_is_refused(tiny, tmp_path):
     process = torchrun(2, tiny, f"--out_dir={tmp_path / 'out'}", "--grad_accum=3", folder=tmp_path)
     text, _ = process.communicate(timeout=120)
