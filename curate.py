@@ -4,6 +4,7 @@ A rule looks at one document and says whether to drop it; its reason is its name
 without what should not be learned, and how often that was found. The bars come from looking at what they drop in 160 MB
 of Go, Rust, Linux, Python and Perl sources and documentation. `rules_off` in prepare.py turns any of them off by name.
 """
+import hashlib
 import math
 import re
 import zlib
@@ -239,3 +240,54 @@ def near_duplicates(signatures: np.ndarray) -> np.ndarray:
         if repeats[later] < 0 and repeats[earlier] < 0:
             repeats[later] = earlier
     return repeats
+
+
+# ----------------------------------------------------------------------------------------------------------
+# All of it
+# ----------------------------------------------------------------------------------------------------------
+
+RULES = ("too short", *DROP, "evaluation prompt", *SCRUB, "duplicate", "near duplicate")
+
+
+def content_hash(text: str) -> int:
+    """Hash a text by its words: copies that differ in white space or line ends alone are duplicates."""
+    return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode("utf-8")).digest()[:8], "little")
+
+
+def examine(documents: list[bytes], rules: set, min_chars: int) -> list[tuple[str | None, str, dict, int, bytes]]:
+    """Apply the rules to documents. Returns of each: the reason to drop it or None, its text, {what was scrubbed: how
+    often}, and of a kept one the hash of its content and its MinHash signature.
+    """
+    return [examine_one(raw, rules, min_chars) for raw in documents]
+
+
+def examine_one(raw: bytes, rules: set, min_chars: int) -> tuple[str | None, str, dict, int, bytes]:
+    drop = lambda reason: (reason, text[:400], {}, 0, b"")
+    short = lambda text: "too short" in rules and len(text.strip()) < min_chars
+    try:
+        text = raw.decode("utf-8-sig")              # the byte order mark is no text
+    except UnicodeDecodeError:
+        return "not UTF-8", "", {}, 0, b""
+    if not text.strip():
+        return drop("empty")
+    if short(text):
+        return drop("too short")
+    data = text.encode("utf-8")
+    for reason, rule in DROP.items():
+        if reason in rules and rule(text, data):
+            return drop(reason)
+    scrubbed = {}
+    for name, scrub in SCRUB.items():
+        if name in rules:
+            text, times = scrub(text)
+            scrubbed |= {name: times} if times else {}
+    if short(text):
+        return drop("too short")
+    signature = bytes(HASHES)
+    if not rules.isdisjoint(("evaluation prompt", "near duplicate")):
+        hashes = shingles(text.encode("utf-8"))
+        if "evaluation prompt" in rules and has_evaluation_prompt(hashes):
+            return drop("evaluation prompt")
+        if "near duplicate" in rules:
+            signature = minhash(hashes)
+    return None, text, scrubbed, content_hash(text), signature

@@ -15,20 +15,27 @@ train_*.pt and val_*.pt (1-D uint16 tensors, every document as `<s> tokens </s>`
 is built in data_dir/.building and moved when it is whole; an interrupted run goes on there. The same input gives the
 same bytes. TokenStream, at the end, reads what this writes.
 """
+import collections
 import errno
 import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
+import multiprocessing
 import os
 import platform
 import re
 import shutil
+import signal
+import stat
 import sysconfig
+import threading
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -95,42 +102,44 @@ def is_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
 
 
-def find_files(where: str) -> tuple[Path, Iterator[Path]]:
+def find_files(where: str) -> tuple[str, Iterator[str]]:
     """Return (root, files in a fixed order) of a folder, file or glob. Links to folders are not followed (loops)."""
     if where == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        return root, (p for p in walk(root, {"idle_test"}) if p.suffix == ".py" and not any(
-            part.startswith("test") for part in p.relative_to(root).parts))
-    path = Path(os.path.expanduser(where))
-    if path.is_dir() and not is_dataset(path):
+        root = sysconfig.get_path("stdlib")
+        return root, (p for p in walk(root, {"idle_test"}) if p.endswith(".py") and not any(
+            part.startswith("test") for part in p[len(root) + 1:].split(os.sep)))
+    path = str(Path(os.path.expanduser(where)))
+    if os.path.isdir(path) and not is_dataset(Path(path)):
         return path, walk(path)
-    if path.exists():
-        return path.parent, iter([path])
-    fixed = re.split(r"[*?\[]", str(path), maxsplit=1)[0]
-    root = Path(fixed if fixed.endswith(("/", os.sep)) else os.path.dirname(fixed) or ".")
-    found = sorted((p for p in glob.glob(str(path), recursive=True) if not os.path.isdir(p)), key=os.fsencode)
+    if os.path.exists(path):
+        return os.path.dirname(path), iter([path])
+    root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
+    found = sorted((p for p in glob.glob(path, recursive=True) if not os.path.isdir(p)), key=os.fsencode)
     if not found:
         raise UserError(f"sources: {where}: no such file or folder, and as a glob it matches no file")
-    return root, map(Path, found)
+    return root, iter(found)
 
 
-def walk(folder: Path, skipped: set = frozenset()) -> Iterator[Path]:
+def walk(folder: str, skipped: set = frozenset()) -> Iterator[str]:
     """Yield the files below a folder in a fixed order, hidden ones and caches left out."""
     closed = []                                     # folders that may not be read: as files they are counted unreadable
     for here, folders, files in os.walk(folder, onerror=lambda error: closed.append(error.filename)):
         folders[:] = sorted((f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS | skipped), key=os.fsencode)
-        yield from (Path(here, name) for name in sorted(files, key=os.fsencode) if not name.startswith("."))
-    yield from map(Path, closed)
+        yield from (os.path.join(here, name) for name in sorted(files, key=os.fsencode) if not name.startswith("."))
+    yield from closed
 
 
-def source_files(where: str, own: Path) -> Iterator[tuple[Path, str, str]]:
+def source_files(where: str, own: Path) -> Iterator[tuple[str, str, str]]:
     """Yield (file, its path below the source, its project) of a source; what lies in own, our output, is no corpus."""
     root, files = find_files(where)
+    inside, prefix = Path(os.path.abspath(root or ".")) in own.parents, os.path.join(own, "")
     for path in files:
-        if own not in path.absolute().parents:
-            parts = path.relative_to(root).parts or (root.name,)            # the root itself, where it may not be read
-            parts = [os.fsencode(part).decode("utf-8", "replace") for part in parts]      # the same in every locale
-            yield path, "/".join(parts), Path(parts[0]).stem if len(parts) == 1 else parts[0]
+        if inside and os.path.abspath(path).startswith(prefix):
+            continue
+        place = path[len(root):].lstrip(os.sep) or os.path.basename(root)       # the root itself, where it may not be read
+        place = os.fsencode(place).decode("utf-8", "replace").replace(os.sep, "/")      # the same in every locale
+        first, slash, _ = place.partition("/")
+        yield path, place, first if slash else Path(first).stem
 
 
 def survey(named: dict[str, str], own: Path) -> tuple[str, int]:
@@ -140,11 +149,11 @@ def survey(named: dict[str, str], own: Path) -> tuple[str, int]:
         digest.update(f"\0{name}".encode())
         for path, place, _ in source_files(where, own) if not where.startswith("hf:") else ():
             try:
-                stat = path.stat()
+                now = os.stat(path)
             except OSError:
                 continue
-            digest.update(f"{place}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-            total += stat.st_size
+            digest.update(f"{place}\0{now.st_size}\0{now.st_mtime_ns}\n".encode())
+            total += now.st_size
     return digest.hexdigest(), total
 
 
@@ -171,13 +180,13 @@ def library(name: str):
         raise UserError(f"sources: {package} is needed to read this - pip install {package}") from None
 
 
-def read_rows(path: Path, advance: Callable[[int], None]) -> Iterator[dict | str]:
+def read_rows(path: str, advance: Callable[[int], None]) -> Iterator[dict | str]:
     """Yield each row of a .jsonl or .parquet file or of a dataset, or the reason why it is none."""
-    if path.is_dir():
-        loaded = library("datasets").load_from_disk(str(path))
+    if os.path.isdir(path):
+        loaded = library("datasets").load_from_disk(path)
         for part in loaded.values() if isinstance(loaded, dict) else [loaded]:
             yield from part
-    elif path.suffix == ".parquet":
+    elif path.endswith(".parquet"):
         arrow, parquet = library("pyarrow"), library("pyarrow.parquet")
         try:
             for batch in parquet.ParquetFile(path).iter_batches(256):
@@ -185,7 +194,7 @@ def read_rows(path: Path, advance: Callable[[int], None]) -> Iterator[dict | str
         except (arrow.ArrowException, OSError):
             yield "damaged archive"
     else:
-        with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+        with open(path, "rb") as raw, gzip.open(raw) if path.endswith(".gz") else raw as file:
             first = True
             while line := file.readline(MAX_ROW + 1):
                 advance(raw.tell())
@@ -217,19 +226,20 @@ def row_documents(rows, place: str) -> Iterator[tuple[bytes | None, str, str | N
             yield raw, tokenizer.clean(inner) if isinstance(inner, str) else f"{place}:{number}", repo if isinstance(repo, str) else None, None
 
 
-def read_documents(path: Path, place: str, project: str, advance: Callable[[int], None]) -> Iterator[tuple[bytes | None, str, str | None, str | None]]:
+def read_documents(path: str, place: str, project: str, advance: Callable[[int], None]) -> Iterator[tuple[bytes | None, str, str | None, str | None]]:
     """Yield (raw document or None, its place for people, its group, the reason to drop it or None) for each of a file.
 
     The group is what the split keeps together: the project, or a row's `repo`; None means the document alone.
     advance is told how far the file is read, in bytes.
     """
     try:
-        if path.is_dir() and is_dataset(path) or path.name.removesuffix(".gz").endswith((".jsonl", ".parquet")):
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode) and is_dataset(Path(path)) or stat.S_ISREG(mode) and path.removesuffix(".gz").endswith((".jsonl", ".parquet")):
             yield from row_documents(read_rows(path, advance), place)
-        elif not path.is_file():                    # a device or a pipe would hang
+        elif not stat.S_ISREG(mode):                # a device or a pipe would hang
             yield None, place, None, "unreadable"
         else:
-            with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+            with open(path, "rb") as raw, gzip.open(raw) if path.endswith(".gz") else raw as file:
                 number = 0
                 for number, piece in enumerate(pieces(file), 1):
                     advance(raw.tell())
@@ -260,13 +270,10 @@ def all_documents(named: dict[str, str], own: Path, progress) -> Iterator[tuple[
                 progress.update(len(document[0] or b""))
                 yield number, *document
             continue
-        before = progress.n
         for path, place, project in source_files(where, own):
-            size = path.stat().st_size if path.is_file() else 0
+            before = progress.n
             for document in read_documents(path, place, project, lambda position: progress.update(before + position - progress.n)):
                 yield number, *document
-            before += size
-            progress.update(before - progress.n)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -275,38 +282,52 @@ def all_documents(named: dict[str, str], own: Path, progress) -> Iterator[tuple[
 
 RECORD = np.dtype([("group", "u8"), ("content", "u8"), ("offset", "u8"), ("size", "u4"), ("source", "u2"),
                    ("signature", "u1", curate.HASHES)])             # 155 bytes a document: all that is kept of it in memory
-RULES = ("too short", *curate.DROP, "evaluation prompt", *curate.SCRUB, "duplicate", "near duplicate")
+READ_BYTES = 1 << 20                    # given to a worker at a time
+SINGLE_BYTES = 32 << 20                 # on disk, up to which reading is over before workers would have started
 STOP_BYTES = 64 << 20                   # of text between two states saved while reading: what an interruption costs
 EXAMPLES = 3                            # per source and reason in curation.md
 
 
-def examine(raw: bytes, rules: set) -> tuple[str | None, str, dict]:
-    """Apply the rules to one document: (reason to drop it or None, its text, {what was scrubbed: how often})."""
-    try:
-        text = raw.decode("utf-8-sig")              # the byte order mark is no text
-    except UnicodeDecodeError:
-        return "not UTF-8", "", {}
-    if not text.strip():
-        return "empty", text, {}
-    if "too short" in rules and len(text.strip()) < min_chars:
-        return "too short", text, {}
-    data = text.encode("utf-8")
-    for reason, rule in curate.DROP.items():
-        if reason in rules and rule(text, data):
-            return reason, text, {}
-    scrubbed = {}
-    for name, scrub in curate.SCRUB.items():
-        if name in rules:
-            text, times = scrub(text)
-            scrubbed |= {name: times} if times else {}
-    if "too short" in rules and len(text.strip()) < min_chars:
-        return "too short", text, {}
-    return None, text, scrubbed
+def watch_parent() -> None:
+    """Set up a worker: Ctrl-C is the parent's to handle, and a parent that was killed must not leave it behind."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 
 
-def content_hash(text: str) -> int:
-    """Hash a text by its words: copies that differ in white space or line ends alone are duplicates."""
-    return int.from_bytes(hashlib.sha256(" ".join(text.split()).encode("utf-8")).digest()[:8], "little")
+def examine_all(documents: Iterator[tuple], rules: set, workers: int) -> Iterator[tuple[tuple, tuple]]:
+    """Yield each of all_documents with what curate.examine says of it (None where it is dropped already), in their order."""
+    def batches():
+        batch, size = [], 0
+        for document in documents:
+            batch.append(document)
+            size += len(document[1] or b"")
+            if size > READ_BYTES or len(batch) == 1024:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    texts = lambda batch: [raw for _, raw, _, _, reason in batch if reason is None]
+    results = lambda batch, found: ((document, next(found) if document[4] is None else None) for document in batch)
+    if workers < 2:
+        for batch in batches():
+            yield from results(batch, iter(curate.examine(texts(batch), rules, min_chars)))
+        return
+    # Processes are started afresh on every system (spawn): forking one with threads may hang.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), watch_parent) as pool:
+        ahead = collections.deque()
+        try:
+            for batch in batches():
+                ahead.append((batch, pool.submit(curate.examine, texts(batch), rules, min_chars)))
+                if len(ahead) > 2 * workers:
+                    batch, future = ahead.popleft()
+                    yield from results(batch, iter(future.result()))
+            for batch, future in ahead:
+                yield from results(batch, iter(future.result()))
+        except BrokenProcessPool:
+            raise UserError("a reading process was killed, perhaps for want of memory - run the same command again to go on") from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def add_example(examples: dict, reason: str, place: str, text: str) -> None:
@@ -335,17 +356,12 @@ def read_all(named: dict[str, str], own: Path, building: Path, rules: set, tally
             file.truncate(size)                     # what was written after the tally
             file.seek(size)
         progress = tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=None, leave=False)
-        for count, (number, raw, place, group, reason) in enumerate(all_documents(named, own, progress) if not tally["done"] else (), 1):
-            if count <= tally["documents"]:         # read before an interruption
-                continue
-            tally["documents"], since = count, since + len(raw or b"")
-            account, text, scrubbed, hashes = tally["sources"][names[number]], "", {}, None
-            if reason is None:
-                reason, text, scrubbed = examine(raw, rules)
-            if reason is None and not rules.isdisjoint(("evaluation prompt", "near duplicate")):
-                hashes = curate.shingles(text.encode("utf-8"))
-                if "evaluation prompt" in rules and curate.has_evaluation_prompt(hashes):
-                    reason = "evaluation prompt"
+        left = itertools.islice(all_documents(named, own, progress), tally["documents"], None) if not tally["done"] else iter(())
+        for (number, raw, place, group, reason), found in examine_all(left, rules, min(8, os.cpu_count() or 1) if total > SINGLE_BYTES else 1):
+            tally["documents"], since = tally["documents"] + 1, since + len(raw or b"")
+            account, text = tally["sources"][names[number]], ""
+            if found is not None:
+                reason, text, scrubbed, content, signature = found
             if reason is not None:
                 account["dropped"][reason] = account["dropped"].get(reason, 0) + 1
                 add_example(account["examples"], reason, place, text)
@@ -356,11 +372,9 @@ def read_all(named: dict[str, str], own: Path, building: Path, rules: set, tally
                     account["scrubbed"][name] = account["scrubbed"].get(name, 0) + times
                     around = max(0, text.find(curate.REPLACEMENT) - 100) if name == "secret" else 0
                     add_example(account["examples"], name, place, text[around:] if name == "secret" else raw.decode("utf-8-sig"))
-                content = content_hash(text)
                 group = f"{content}" if group is None else f"{names[number]}/{group}"
                 group = int.from_bytes(hashlib.sha256(group.encode("utf-8", "surrogatepass")).digest()[:8], "little")
-                signature = np.frombuffer(curate.minhash(hashes), np.uint8) if "near duplicate" in rules else 0
-                records.write(np.array([(group, content, spool.tell(), len(text.encode("utf-8")), number, signature)], RECORD).tobytes())
+                records.write(np.array([(group, content, spool.tell(), len(text.encode("utf-8")), number, np.frombuffer(signature, np.uint8))], RECORD).tobytes())
                 spool.write(json.dumps([place, text]).encode("ascii") + b"\n")
             if since > STOP_BYTES:
                 save_tally()
@@ -698,7 +712,7 @@ def main():
         ("val_fraction", val_fraction, "between 0 and 0.5", 0 < val_fraction <= 0.5),
         ("fim_share", fim_share, "between 0 and 1", 0 <= fim_share <= 1),
         ("min_chars", min_chars, "0 or more", min_chars >= 0),
-        ("rules_off", rules_off, f"some of {', '.join(RULES)}", not rules_off or set([rules_off] if isinstance(rules_off, str) else rules_off) <= set(RULES)),
+        ("rules_off", rules_off, f"some of {', '.join(curate.RULES)}", not rules_off or set([rules_off] if isinstance(rules_off, str) else rules_off) <= set(curate.RULES)),
         ("shard_tokens", shard_tokens, "1,000 or more", shard_tokens >= 1000)) if not good]
     if mistakes:
         raise UserError("\n".join(mistakes))
@@ -719,7 +733,7 @@ def main():
     if foreign and not overwrite:                   # without a manifest: one would have ended the run above
         raise UserError(f"{folder}: holds {foreign[0]} but no manifest.json, so no finished data of prepare.py - choose another --data_dir, or "
                         f"--overwrite=True replaces it")
-    rules = set(RULES) - set([rules_off] if isinstance(rules_off, str) and rules_off else rules_off)
+    rules = set(curate.RULES) - set([rules_off] if isinstance(rules_off, str) and rules_off else rules_off)
     survey_hash, total = survey(named, folder.absolute())
     code = [config.sha256_file(module.__file__) for module in (curate, tokenizer)] + [config.sha256_file(__file__)]
     tally = dict(key=hashlib.sha256(json.dumps([settings, survey_hash, code]).encode("utf-8", "surrogatepass")).hexdigest(), documents=0,

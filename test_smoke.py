@@ -705,12 +705,12 @@ def test_report_and_manifest_name_every_rule_with_counts_and_examples(dirty):
     once = ("binary", "data table", "evaluation prompt", "garbled", "generated", "minified", "near duplicate", "repetitive", "too short")
     assert manifest["dropped"] == dict(sorted((dict.fromkeys(once, 1) | {"duplicate": 2}).items()))
     assert manifest["sources"]["dirty"]["scrubbed"] == {"licence header": 2, "secret": 1} and manifest["sources"]["dirty"]["dropped"] == manifest["dropped"]
-    assert all(f"### {reason}\n" in report for reason in (*prepare.RULES, "kept")) and "| 22 | kept |" in report and "| 2 | duplicate |" in report
+    assert all(f"### {reason}\n" in report for reason in (*curate.RULES, "kept")) and "| 22 | kept |" in report and "| 2 | duplicate |" in report
     assert "`near/a.txt repeats clean/2.txt`" in report and SECRET not in report + "".join(documents(out, "train") + documents(out, "val"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", prepare.RULES)
+@pytest.mark.parametrize("rule", curate.RULES)
 def test_every_rule_can_be_turned_off(dirty, tmp_path, rule):
     code, text = call(prepare, f"--sources={dirty}", f"--data_dir={tmp_path}", "--vocab_size=320", f"--rules_off={rule}")
     assert code == 0, text
@@ -721,7 +721,7 @@ def test_every_rule_can_be_turned_off(dirty, tmp_path, rule):
 
 def test_all_rules_can_be_turned_off_and_a_misspelt_one_is_named(dirty, tmp_path):
     argv = [f"--sources={dirty}", f"--data_dir={tmp_path}", "--vocab_size=320"]
-    code, text = call(prepare, *argv, f"--rules_off={list(prepare.RULES)}")
+    code, text = call(prepare, *argv, f"--rules_off={list(curate.RULES)}")
     assert code == 0 and "dropped: nothing" in text, text
     code, text = call(prepare, *argv, "--rules_off=['binary', 'minifed']")
     assert code == 2 and "rules_off" in text and "minified" in text
@@ -840,7 +840,7 @@ def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, corpus, mon
     argv = [f"--sources={corpus}", "--vocab_size=512", "--shard_tokens=30000", "--rules_off=near duplicate"]
     assert call(prepare, *argv, f"--data_dir={tmp_path / 'straight'}")[0] == 0
     examined, encoded = [], []
-    examine, lay_out, add = prepare.examine, prepare.lay_out, prepare.ShardWriter.add
+    examine, add = curate.examine_one, prepare.ShardWriter.add
     def count(what, function, stop):
         def counted(*args):
             what.append(1)
@@ -849,9 +849,10 @@ def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, corpus, mon
             return function(*args)
         return counted
     monkeypatch.setattr(prepare, "STOP_BYTES", 50_000)
+    monkeypatch.setattr(prepare, "READ_BYTES", 30_000)
     with monkeypatch.context() as patch:
         if stage == "reading":
-            patch.setattr(prepare, "examine", count(examined, examine, 25))
+            patch.setattr(curate, "examine_one", count(examined, examine, 25))
         elif stage == "training":
             patch.setattr(tokenizer, "train_tokenizer", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         else:
@@ -859,12 +860,35 @@ def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, corpus, mon
             patch.setattr(prepare.ShardWriter, "add", count(encoded, add, 25))
         assert call(prepare, *argv, f"--data_dir={tmp_path / 'data'}")[0] == 130
     again = []
-    monkeypatch.setattr(prepare, "examine", count(again, examine, -1))
+    monkeypatch.setattr(curate, "examine_one", count(again, examine, -1))
     code, text = call(prepare, *argv, f"--data_dir={tmp_path / 'data'}")
     assert code == 0 and "going on with what was begun" in text and len(again) <= {"reading": 25, "training": 0, "encoding": 0}[stage]
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("straight", "data"))
     assert one == two
     assert call(prepare, *argv, f"--data_dir={tmp_path / 'other'}", "--overwrite=True")[0] == 0 and len(again) > 30       # a fresh folder reads all of it
+
+
+@pytest.mark.slow
+def test_worker_processes_give_the_same_bytes_and_end_with_their_parent(tmp_path, data, corpus, monkeypatch):
+    argv = [f"--sources={corpus}", f"--data_dir={tmp_path / 'data'}", "--vocab_size=512", "--shard_tokens=30000"]
+    driver = tmp_path / "driver.py"
+    driver.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport config, prepare\nprepare.SINGLE_BYTES, prepare.READ_BYTES = 0, 20_000\n"
+                      "if __name__ == '__main__':\n    config.run(prepare.main)\n", encoding="utf-8")
+    children = lambda: subprocess.run(["pgrep", "-f", f"{driver}|multiprocessing.spawn"], capture_output=True, text=True).stdout.split()
+    process = subprocess.Popen([sys.executable, driver, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not (tmp_path / "data/.building/spool.jsonl").exists():
+        time.sleep(0.01)
+    time.sleep(1.5)                                                   # the workers are starting or at work
+    process.kill()
+    process.communicate()
+    deadline = time.time() + 20
+    while children() and time.time() < deadline:
+        time.sleep(0.1)
+    assert not children()
+    code, text = finish(subprocess.Popen([sys.executable, driver, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    assert code == 0, text
+    for name in ("train_00000.pt", "val_00000.pt", "tokenizer.json"):
+        assert (tmp_path / "data" / name).read_bytes() == (data / name).read_bytes()
 
 
 def test_what_was_begun_is_not_taken_for_other_settings_or_changed_files(tmp_path, monkeypatch):
