@@ -51,6 +51,7 @@ from config import UserError
 data_dir = "data/cipher"                # where the shards go
 sources: str | list | dict = "stdlib"   # a path or glob, a list of them, or {name: path or glob}; ~ is expanded
 vocab_size = 32768                      # tokens
+seed_vocab: str | None = None           # a vocabulary (tokenizer.json, {token: id}) that is kept and completed to vocab_size
 val_fraction = 0.05                     # of the text, held out by whole projects
 text_field = "text"                     # the field of a row (.jsonl, .parquet, dataset) that holds the document
 min_chars = 64                          # shorter documents are dropped
@@ -628,7 +629,7 @@ def tokenize(tok, spool: Path, records: np.ndarray, order: np.ndarray, is_val: n
                 stats["sampled"] += 1
                 stats["sampled_words"] += len(text.split())
                 stats["sampled_tokens"] += len(ids) - 2
-                stats["failed"] += tokenizer.decode(tok, ids[ids >= len(tokenizer.CONTROL)].tolist()) != text
+                stats["failed"] += tok.decode(ids.tolist()) != text      # less the control tokens
             state["position"] += 1
             progress.update(size)
         if n_shards() > saved:
@@ -637,8 +638,8 @@ def tokenize(tok, spool: Path, records: np.ndarray, order: np.ndarray, is_val: n
             save_synced(state | dict(used=torch.from_numpy(used), writers=pending), folder / "encoding.tmp")
             config.replace(folder / "encoding.tmp", state_file)
     progress.close()
-    fixed = len(tokenizer.CONTROL) + len(tokenizer.STRUCTURE)
-    return {s: w.close() for s, w in writers.items()}, state["sources"], stats | dict(used=int(used[fixed:].sum()))
+    used[[tok.token_to_id(token) for token in (*tokenizer.CONTROL, *tokenizer.STRUCTURE)]] = False
+    return {s: w.close() for s, w in writers.items()}, state["sources"], stats | dict(used=int(used.sum()))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -716,6 +717,7 @@ def main():
         ("shard_tokens", shard_tokens, "1,000 or more", shard_tokens >= 1000)) if not good]
     if mistakes:
         raise UserError("\n".join(mistakes))
+    seed = None if seed_vocab is None else tokenizer.read_seed_vocab(seed_vocab, vocab_size)
     named = named_sources(sources)
     if mix is not None and (set(mix) != set(named) or not all(type(share) in (int, float) and share > 0 for share in mix.values())):
         raise UserError(f"mix={mix} must give every source ({', '.join(named)}) a share above 0")
@@ -735,8 +737,8 @@ def main():
                         f"--overwrite=True replaces it")
     rules = set(curate.RULES) - set([rules_off] if isinstance(rules_off, str) and rules_off else rules_off)
     survey_hash, total = survey(named, folder.absolute())
-    code = [config.sha256_file(module.__file__) for module in (curate, tokenizer)] + [config.sha256_file(__file__)]
-    tally = dict(key=hashlib.sha256(json.dumps([settings, survey_hash, code]).encode("utf-8", "surrogatepass")).hexdigest(), documents=0,
+    read = [config.sha256_file(path) for path in (curate.__file__, tokenizer.__file__, __file__, *[seed_vocab] * (seed is not None))]
+    tally = dict(key=hashlib.sha256(json.dumps([settings, survey_hash, read]).encode("utf-8", "surrogatepass")).hexdigest(), documents=0,
                  spool=0, records=0, done=False, sources={name: dict(dropped={}, scrubbed={}, examples={}) for name in named})
     try:
         before = json.loads((building / "tally.json").read_text(encoding="utf-8"))
@@ -775,11 +777,11 @@ def main():
     sample = ~is_val & (copies > 0) & (records["content"] <= np.uint64(min(1, TOKENIZER_BYTES / max(1, train_bytes)) * (2 ** 64 - 2 ** 12)))
     print(f"2/3 training the tokenizer, {vocab_size:,} tokens (about {sizes[sample].sum() * 0.4e-6 + 1:.0f} s)")
     if not (building / "tokenizer.json").is_file():
-        tokenizer.train_tokenizer((text for _, text in read_spool(spool, records["offset"][sample])), vocab_size, building / "tokenizer.json")
+        tokenizer.train_tokenizer((text for _, text in read_spool(spool, records["offset"][sample])), vocab_size, building / "tokenizer.json", seed)
     tok = tokenizer.load_tokenizer(building / "tokenizer.json")
     print("3/3 encoding")
     splits, per_source, stats = tokenize(tok, spool, records, order, is_val, named, building)
-    rows = tokenizer.gates(tok, vocab_size, stats)
+    rows = tokenizer.gates(tok, vocab_size, stats, seed)
     tokenizer.print_gates(rows)
     config.write_text(building / "tokenizer_report.json", json.dumps(dict(gates=rows, statistics=stats), indent=1) + "\n")
     for name, account in tally["sources"].items():

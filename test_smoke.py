@@ -295,8 +295,10 @@ def test_unknown_ids_are_refused(tok):
             tokenizer.decode(tok, ids)
 
 
-def test_digits_stand_alone_and_indentation_is_cheap(tok):
-    assert len(tokenizer.encode(tok, "9" * 50)) == 50
+def test_digits_come_by_three_at_most_and_indentation_is_cheap(tok):
+    pieces = [text for text, _ in tok.pre_tokenizer.pre_tokenize_str("x1234567 + 89")]
+    assert pieces == ["x", "123", "456", "7", "\u0120+", "\u0120", "89"]
+    assert all(len(tokenizer.decode(tok, [i])) <= 3 for i in tokenizer.encode(tok, "9" * 50))
     assert len(tokenizer.encode(tok, "x\n" + " " * 8 + "return")) <= 5
 
 
@@ -330,6 +332,98 @@ def test_training_is_repeatable_and_tokens_stay_short(tmp_path):
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
     longest = max(len(tok.id_to_token(i)) for i in range(19, 600))   # byte-level: a character stands for a byte
     assert 8 <= longest <= 16
+
+
+@pytest.mark.parametrize("run", ["x" * 1_000_000, " " * 1_000_000, "\n" * 1_000_000, "ab" * 500_000, " \t" * 500_000, "7" * 1_000_000], ids=lambda run: repr(run[:2]))
+def test_an_endless_word_neither_stalls_training_nor_is_learnt(tmp_path, run):
+    started = time.time()
+    tok = tokenizer.train_tokenizer([prose(n, 20) + run + prose(-n, 20) for n in range(3)], 384, tmp_path / "tokenizer.json")
+    assert time.time() - started < 30                               # uncut: minutes
+    assert max(len(piece) for piece in tokenizer.token_bytes(tok)[19:]) <= 16
+    ids = tokenizer.batch_encoder(tok, [])[0]([prose(1) + run])[0].tolist()
+    assert tokenizer.decode(tok, ids) == prose(1) + run
+
+
+SEED = ["<s>", "</s>", "<pad>", "the", " the", "def", " return", "quick", " fox", "    ", "over", "\u00e9", "the end"]    # ids 0, 1, 2 are not the usual ones
+
+
+def seed_file(path, spelling, corpus):
+    """Write a seed vocabulary of 500 entries in one of the accepted spellings; returns {token as bytes or name: id}."""
+    stand_in = tokenizer.byte_spelling()
+    spell = lambda token: token if token in tokenizer.CONTROL else "".join(stand_in[b] for b in token.encode("utf-8"))
+    words = [word for word, _ in collections.Counter(re.findall(r" ?[a-zA-Z]+", "".join(p.read_text(encoding="utf-8") for p in sorted(corpus.glob("*.py"))))).most_common(900)]
+    tokens = list(dict.fromkeys([*SEED, *words]))[:500]
+    want = {token if token in tokenizer.CONTROL else token.encode("utf-8"): i for i, token in enumerate(tokens)}
+    if spelling == "list":
+        content = tokens
+    elif spelling == "bytes":
+        content = {spell(token): i for i, token in enumerate(tokens)}
+    elif spelling == "gaps":
+        content = {token: 2 * i + 7 for i, token in enumerate(tokens)}
+        want = {token: 2 * i + 7 for token, i in want.items()}
+    else:                                                            # what the library itself saves: no fixed tokens, merges of its own
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+        other = Tokenizer(models.BPE())
+        other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        other.train_from_iterator([p.read_text(encoding="utf-8") for p in sorted(corpus.glob("*.py"))], trainers.BpeTrainer(
+            vocab_size=500, special_tokens=["</s>", "<other>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        content = json.loads(other.to_str())
+        back = {character: b for b, character in stand_in.items()}
+        want = {token if token == "</s>" else token.encode() if token == "<other>" else bytes(back[c] for c in token): i
+                for token, i in other.get_vocab().items()}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return want
+
+
+@pytest.mark.parametrize("spelling", ["list", "bytes", "gaps", "tokenizer.json"])
+def test_a_seed_vocabulary_keeps_its_ids_and_is_completed(tmp_path, corpus, spelling):
+    want = seed_file(tmp_path / "seed.json", spelling, corpus)
+    code, output = call(prepare, f"--sources={corpus}", f"--data_dir={tmp_path / 'data'}", "--vocab_size=2048", f"--seed_vocab={tmp_path / 'seed.json'}")
+    assert code == 0 and re.search(rf"specials at their ids +{len(want)} ", output), output
+    tok = tokenizer.load_tokenizer(tmp_path / "data/tokenizer.json")
+    bytes_of = tokenizer.token_bytes(tok)
+    for token, i in want.items():
+        assert (tok.id_to_token(i) if isinstance(token, str) else bytes_of[i]) == token
+    assert tok.get_vocab_size() == 2048 == len(set(bytes_of)) + len(tokenizer.CONTROL) - 1
+    encode, _ = tokenizer.batch_encoder(tok, [])
+    texts = [*EDGE, *(p.read_text(encoding="utf-8") for p in sorted(corpus.glob("*.py"))[:9])]
+    for text, ids in zip(texts, encode(texts), strict=True):
+        assert tokenizer.decode(tok, ids.tolist()) == text and ids.tolist() == tokenizer.encode(tok, text)
+    begin, end = (next(i for token, i in want.items() if token == name) if name in want else tok.token_to_id(name) for name in ("<s>", "</s>"))
+    ids = split_tokens(tmp_path / "data", "val")
+    assert ids[0] == begin and ids[-1] == end
+    if spelling != "tokenizer.json":
+        assert "note: 1 of the 500 entries" in output and "'the end'" in output
+        assert tokenizer.encode(tok, "def") == [want[b"def"]] and tokenizer.encode(tok, "over the") == [want[b"over"], want[b" the"]]
+
+
+@pytest.mark.parametrize("content", ["", "nonsense", "[]", "{}", "5", '{"a": -1}', '{"a": 1.5}', '{"a": 1, "b": 1}', '{"a": 512}', '["a", "a", 3]', '{"": 1}', '[["a"]]',
+                                     '{"model": 5}', '{"model": {"vocab": ["a"]}}', None, b"\xff\xfe"])
+def test_a_seed_vocabulary_that_is_none_is_refused_in_a_line(tmp_path, corpus, content):
+    path = tmp_path / "seed.json"
+    if content is not None:
+        write_files(tmp_path, {"seed.json": content})
+    code, text = call(prepare, f"--sources={corpus}", f"--data_dir={tmp_path / 'data'}", "--vocab_size=512", f"--seed_vocab={path}")
+    assert code == 2 and len(text.splitlines()) == 2 and f"error: seed_vocab: {path}: " in text and not (tmp_path / "data").exists(), text
+
+
+def test_compare_prints_bytes_per_token_of_every_split(tmp_path, corpus):
+    write_files(tmp_path, {f"prose/{n}.txt": prose(n, 20) for n in range(8)})
+    path = tmp_path / "compare.py"
+    path.write_text(f"compare = [{str(corpus / '*.py')!r}, {str(tmp_path / 'prose/*')!r}]\nvocab_size = 600\n")
+    code, text = call(tokenizer, path)
+    lines = text.splitlines()[1:]
+    assert code == 0 and len(lines) == 1 + len(tokenizer.OTHER_SPLITS), text
+    for name, line in zip(tokenizer.OTHER_SPLITS, lines[1:], strict=True):
+        assert line.strip().startswith(name) and all(1 < float(value) < 8 for value in line.split()[-2:])
+    tok = tokenizer.train_tokenizer([p.read_text(encoding="utf-8") for files in (sorted(corpus.glob("*.py")), sorted((tmp_path / "prose").glob("*"))) for p in files[::2]],
+                                    600, tmp_path / "tokenizer.json")
+    rest = [p.read_text(encoding="utf-8") for p in sorted(corpus.glob("*.py"))[1::2]]
+    want = sum(len(text.encode()) for text in rest) / sum(len(tokenizer.encode(tok, text)) for text in rest)
+    assert float(lines[1].split()[-2]) == pytest.approx(want, abs=2e-3)
+    for pattern in (tmp_path / "none*", corpus / "json/decoder.py"):
+        code, text = call(tokenizer, f"--compare={pattern}")
+        assert code == 2 and len(text.splitlines()) == 2 and f"error: compare: {pattern}: " in text, text
 
 
 def test_a_foreign_tokenizer_is_refused(tmp_path, data):
@@ -2251,7 +2345,8 @@ def test_first_commands_of_a_new_user(tmp_path):
     root, skipped = sysconfig.get_path("stdlib"), {"__pycache__", "site-packages", "dist-packages", "node_modules", "idle_test"}
     files = [name for folder, inner, names in os.walk(root) for name in names if name.endswith(".py") and not name.startswith(("test", "."))
              and not any(part in skipped or part.startswith(("test", ".")) for part in Path(folder).relative_to(root).parts)]
-    assert len(files) == sum(split["documents"] for split in manifest["splits"].values()) + sum(manifest["dropped"].values())
+    documents = sum(split["documents"] for split in manifest["splits"].values()) + sum(manifest["dropped"].values())
+    assert len(files) <= documents <= len(files) + 10               # a few are long and count as several
     code, text = finish(start("train.py", "config/local_cpu.py", "--max_tokens=100_000", "--eval_tokens=20000", "--log_interval=1", folder=tmp_path))
     assert code == 0 and "next: python sample.py config/local_cpu.py" in text, text
     training = [row for row in rows(tmp_path / "out/local_cpu") if "ce" in row]
