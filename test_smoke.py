@@ -929,7 +929,7 @@ def prepare_pieces(text):
     return cuts
 
 
-@pytest.mark.parametrize("stage", ["reading", "training", "encoding"])
+@pytest.mark.parametrize("stage", ["reading", "training", "encoding", "full disk"])
 def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, corpus, monkeypatch, stage):
     argv = [f"--sources={corpus}", "--vocab_size=512", "--shard_tokens=30000", "--rules_off=near duplicate"]
     assert call(prepare, *argv, f"--data_dir={tmp_path / 'straight'}")[0] == 0
@@ -949,14 +949,18 @@ def test_interrupted_work_goes_on_and_gives_the_same_bytes(tmp_path, corpus, mon
             patch.setattr(curate, "examine_one", count(examined, examine, 25))
         elif stage == "training":
             patch.setattr(tokenizer, "train_tokenizer", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-        else:
+        elif stage == "encoding":
             patch.setattr(prepare, "BATCH_DOCUMENTS", 4)
             patch.setattr(prepare.ShardWriter, "add", count(encoded, add, 25))
-        assert call(prepare, *argv, f"--data_dir={tmp_path / 'data'}")[0] == 130
+        else:
+            patch.setattr(prepare, "save_synced", lambda content, path: (_ for _ in ()).throw(OSError(28, "No space left on device", str(path))))
+        code, text = call(prepare, *argv, f"--data_dir={tmp_path / 'data'}")
+        assert code == (2 if stage == "full disk" else 130)
+        assert stage != "full disk" or re.search(r"error: .*train_00000.pt: No space left on device - free some space", text)
     again = []
     monkeypatch.setattr(curate, "examine_one", count(again, examine, -1))
     code, text = call(prepare, *argv, f"--data_dir={tmp_path / 'data'}")
-    assert code == 0 and "going on with what was begun" in text and len(again) <= {"reading": 25, "training": 0, "encoding": 0}[stage]
+    assert code == 0 and "going on with what was begun" in text and len(again) <= 25 * (stage == "reading")
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("straight", "data"))
     assert one == two
     assert call(prepare, *argv, f"--data_dir={tmp_path / 'other'}", "--overwrite=True")[0] == 0 and len(again) > 30       # a fresh folder reads all of it
@@ -1042,18 +1046,41 @@ def pack(folder, tokens, cuts, base):
     return folder
 
 
-def test_windows_are_the_joined_shards_each_once_a_pass(data, tmp_path):
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_windows_are_the_joined_shards_each_once_a_pass(data, tmp_path, split):
     tokens, L = split_tokens(data, "train")[:5000], 32
     folder = pack(tmp_path / "data", tokens, [7, 33, 1, 64, 2000], data)      # windows cross edges, one shard holds one token
-    stream, W = TokenStream(folder, "train", L, 5), (5000 - 1) // 32
-    passes = []
+    stream, first, begin = TokenStream(folder, split, L, 5), [], 0
+    while begin + L < len(tokens):                                            # by another way than the stream's
+        first.append(begin)
+        later = [p for p in range(begin + 1, begin + L + 1) if tokens[p] == 1] if split == "train" else []
+        begin = later[-1] if later else begin + L
+    W, passes = stream.n_windows, []
+    assert W == len(first) and (W > 4999 // L if split == "train" else W == 4999 // L)
     for number in range(2):
         inputs, targets = stream.batch(number * W, W)
         assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (W, L)
-        place = {tokens[w * L:w * L + L + 1].tobytes(): w for w in range(W)}
+        place = {tokens[p:p + L + 1].tobytes(): p for p in first}
         passes.append([place[np.append(x, y[-1]).tobytes()] for x, y in zip(inputs.numpy(), targets.numpy())])
-        assert sorted(passes[-1]) == list(range(W)) and (inputs[:, 1:] == targets[:, :-1]).all()
+        assert sorted(passes[-1]) == first and (inputs[:, 1:] == targets[:, :-1]).all()
     assert passes[0] != passes[1] and passes[0] != sorted(passes[0])
+
+
+def test_every_token_is_a_target_and_no_document_that_fits_loses_its_beginning(data, tmp_path):
+    """Documents of 1 to 70 tokens, numbered through, so that a window shows which tokens it holds."""
+    lengths, tokens = np.random.default_rng(0).integers(1, 70, 60), []
+    for length in lengths:
+        tokens += [1, *range(len(tokens) + 100, len(tokens) + 99 + length)]
+    documents, L, numbers = {p for p, t in enumerate(tokens) if t == 1}, 32, np.array(tokens)
+    stream = TokenStream(pack(tmp_path / "data", tokens, [100, 500], data), "train", L, 0)
+    inputs, targets = (x.numpy() for x in stream.batch(0, stream.n_windows))
+    seen = {int(t) for t in targets.flatten()} - {1}
+    end = max(int(p) for p in stream.windows) + L
+    assert seen == {int(t) for t in numbers[1:end + 1]} - {1}                 # all of them up to the end of the last window
+    assert end > len(tokens) - L - 1 - 70
+    for p, length in zip(sorted(documents), lengths):                         # whole in one window, or at the start of one
+        if p + L < end:
+            assert p in stream.windows or any(w <= p and p + length <= w + L for w in stream.windows), p
 
 
 def test_order_depends_on_seed_and_pass_alone(data, tmp_path):
@@ -1082,7 +1109,7 @@ def test_offsets_are_exact_beyond_32_bits(data, tmp_path, monkeypatch):
         def __getitem__(self, part): return torch.arange(self.begin + part.start, self.begin + part.stop)
     folder, shards = pack(tmp_path / "data", range(100), [50], data), iter([Huge(0, 2 ** 33 + 5), Huge(2 ** 33 + 5, 2 ** 33)])
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: next(shards))
-    stream = TokenStream(folder, "train", 32, 0)
+    stream = TokenStream(folder, "val", 32, 0)
     monkeypatch.setattr(stream, "window_number", lambda n: n)        # a permutation of 2^29 windows takes minutes
     assert stream.n_windows == (2 ** 34 + 4) // 32
     for first in (2 ** 31 // 32, 2 ** 32 // 32 - 1, 2 ** 33 // 32, stream.n_windows - 2):
@@ -1946,7 +1973,7 @@ def test_run_by_the_clock_ends_cooled_down_inside_its_budget(tiny, tmp_path, mon
     assert training[-1]["lr"] < 0.2e-3 and training[len(training) // 2]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize("slow, seconds", [(1, 90), (4, 90), (0.25, 60)])
+@pytest.mark.parametrize("slow, seconds", [(4, 90), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((1, 90), (0.25, 60)))])
 def test_a_kill_forgets_seconds_and_a_change_of_speed_or_a_first_evaluation_at_the_end_overruns_nothing(tiny, tmp_path, monkeypatch, slow, seconds):
     """Ended without a save after 30 steps of 1 s; then steps of another length from the middle on; saves 2 s, the one evaluation at most 0.8 s."""
     now, batch, save, out = [0.0], TokenStream.batch, torch.save, tmp_path / "out"
@@ -2323,7 +2350,7 @@ def test_hopeless_runs_end_in_one_line_before_anything_is_spent(tiny, tmp_path, 
 def test_max_passes_suggests_a_budget_that_fits(tiny, data, tmp_path):
     code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--max_passes=0.01")
     budget = int(text.split("--max_tokens=")[1].split()[0])
-    assert budget == int(0.01 * ((len(split_tokens(data, "train")) - 1) // 32 * 32))
+    assert budget == int(0.01 * TokenStream(data, "train", 32, 0).n_windows * 32)
     assert call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--max_passes=0.01", f"--max_tokens={budget}")[0] == 0
 
 

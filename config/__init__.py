@@ -14,6 +14,7 @@ All mistakes are listed at once, one line each, and the script ends with exit co
 """
 import ast
 import difflib
+import errno
 import hashlib
 import math
 import os
@@ -204,7 +205,8 @@ def run(main) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except OSError as error:                        # no space, no permission, a folder in the way
-        print(f"error: {error.filename or 'operating system'}: {error.strerror or error}", file=sys.stderr)
+        advice = " - free some space, then run the same command again" if error.errno == errno.ENOSPC else ""
+        print(f"error: {error.filename or 'operating system'}: {error.strerror or error}{advice}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("\nstopped by the keyboard", file=sys.stderr)
