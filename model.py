@@ -683,20 +683,21 @@ class Cipher(nn.Module):
                 bias -= bias.mean(-1, keepdim=True)
 
     @torch.inference_mode()
-    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_id=None) -> Iterator[torch.Tensor]:
-        """Yield the next ids [B] behind the prompts, one position at a time, with a KV cache.
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, stop_id=None,
+               repetition_penalty=1.0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (the next ids [B] behind the prompts, the logits [B, V] they were drawn from), one position at a time, with a KV cache.
 
         prompts: [B, T] int64, or a list of B lists of ids of any lengths from 1. Ends after max_new_tokens, when the
         context (seq_len) is full, or when every row has given stop_id; a row that has ended repeats it.
-        seed: of this call's own generator; None leaves the choice to chance. What is yielded are inference tensors: clone
-        one to use it where gradients are taken.
+        seed: of this call's own generator; None leaves the choice to chance. repetition_penalty: as in penalise; it shows in
+        the draw, not in the logits. What is yielded are inference tensors: clone one to use it where gradients are taken.
         """
         self.eval()
         device, padding = self.rope.device, None
         if isinstance(prompts, list):
             width = max(map(len, prompts))
             padding = torch.tensor([width - len(p) for p in prompts], device=device) if any(len(p) < width for p in prompts) else None
-            prompts = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+            prompts = torch.tensor([[p[-1]] * (width - len(p)) + list(p) for p in prompts], device=device)
         B, T = prompts.shape
         if not 0 < T <= self.config.seq_len:
             raise UserError(f"a prompt of {T} tokens does not fit into the context of {self.config.seq_len} (seq_len)")
@@ -704,22 +705,47 @@ class Cipher(nn.Module):
         generator.manual_seed(seed) if seed is not None else generator.seed()
         cache = KVCache(self.config, B, min(self.config.seq_len, T + max_new_tokens), device, compute_dtype(self.embedding.weight))
         ended, idx = torch.zeros(B, dtype=torch.bool, device=device), prompts
+        seen = torch.zeros(B, self.config.vocab_size, dtype=torch.bool, device=device).scatter_(1, prompts, True)
         for _ in range(min(max_new_tokens, self.config.seq_len - T)):
-            new = pick(self(idx, cache=cache, padding=padding)["logits"][:, -1], temperature, top_k, top_p, generator)
+            logits = self(idx, cache=cache, padding=padding)["logits"][:, -1]
+            new = pick(penalise(logits, seen, repetition_penalty), temperature, top_k, top_p, generator)
             if stop_id is not None:
                 new = new.masked_fill(ended, stop_id)
                 ended |= new == stop_id
-            yield new
+            yield new, logits
             if ended.all():
                 return
             idx = new[:, None]
+            seen.scatter_(1, idx, True)
 
     def generate(self, prompts, max_new_tokens, **sampling):
         """Return the prompts with the generated ids behind them: a tensor of a tensor, lists of lists. As stream."""
-        new = [ids.clone() for ids in self.stream(prompts, max_new_tokens, **sampling)]
+        new = [ids.clone() for ids, _ in self.stream(prompts, max_new_tokens, **sampling)]
         if isinstance(prompts, list):
             return [list(prompt) + [ids[row].item() for ids in new] for row, prompt in enumerate(prompts)]
         return torch.cat((prompts, *(ids[:, None] for ids in new)), 1)
+
+
+class Watch:
+    """Collect, while it is entered, what routers choose and what populations give: lists with one entry per layer and forward pass."""
+
+    def __init__(self, model):
+        self.model, self.routes, self.twins = model, [], []
+
+    def __enter__(self):
+        moes = [block.moe for block in self.model.blocks if block.moe.router is not None]
+        self.hooks = [moe.router.register_forward_hook(lambda _, __, out: self.routes.append(out[1:3])) for moe in moes]      # selected, gate
+        self.hooks += [moe.experts.register_forward_hook(lambda _, __, out: self.twins.append(out.float())) for moe in moes]  # [N, P, d_model]
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+
+def penalise(logits, seen, penalty):
+    """Make the ids seen [B, V] bool less likely: positive logits over the penalty, negative ones times it (arXiv 1909.05858, 4.1)."""
+    return logits if penalty == 1 else torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

@@ -24,7 +24,11 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,6 +47,7 @@ import evaluate
 import model as model_py
 import prepare
 import sample
+import server
 import tokenizer
 import train
 from config import UserError
@@ -410,7 +415,7 @@ def test_a_seed_vocabulary_that_is_none_is_refused_in_a_line(tmp_path, corpus, c
 def test_compare_prints_bytes_per_token_of_every_split(tmp_path, corpus):
     write_files(tmp_path, {f"prose/{n}.txt": prose(n, 20) for n in range(8)})
     path = tmp_path / "compare.py"
-    path.write_text(f"compare = [{str(corpus / '*.py')!r}, {str(tmp_path / 'prose/*')!r}]\nvocab_size = 600\n")
+    path.write_text(f"split_files = [{str(corpus / '*.py')!r}, {str(tmp_path / 'prose/*')!r}]\nvocab_size = 600\n")
     code, text = call(tokenizer, path)
     lines = text.splitlines()[1:]
     assert code == 0 and len(lines) == 1 + len(tokenizer.OTHER_SPLITS), text
@@ -422,8 +427,8 @@ def test_compare_prints_bytes_per_token_of_every_split(tmp_path, corpus):
     want = sum(len(text.encode()) for text in rest) / sum(len(tokenizer.encode(tok, text)) for text in rest)
     assert float(lines[1].split()[-2]) == pytest.approx(want, abs=2e-3)
     for pattern in (tmp_path / "none*", corpus / "json/decoder.py"):
-        code, text = call(tokenizer, f"--compare={pattern}")
-        assert code == 2 and len(text.splitlines()) == 2 and f"error: compare: {pattern}: " in text, text
+        code, text = call(tokenizer, f"--split_files={pattern}")
+        assert code == 2 and len(text.splitlines()) == 2 and f"error: split_files: {pattern}: " in text, text
 
 
 def test_a_foreign_tokenizer_is_refused(tmp_path, data):
@@ -2574,9 +2579,9 @@ def test_accumulation_that_the_processes_cannot_share_is_refused(tiny, tmp_path)
 # ----------------------------------------------------------------------------------------------------------
 
 def scorecard(folder):
-    """{check: row} of a folder's scorecard.json; the worst layer in a name is left out."""
+    """{check: row} of a folder's scorecard.json."""
     rows = json.loads((folder / "scorecard.json").read_text(encoding="utf-8"))["checks"]
-    return {row["check"].strip().split(" (layer")[0]: row for row in rows}
+    return {row["check"].strip(): row for row in rows}
 
 
 @pytest.fixture(scope="session")
@@ -2603,6 +2608,11 @@ def test_scorecard_agrees_with_training_and_with_sums_by_hand(judged, tiny, data
     counts = np.bincount(train_tokens.tokens(0, train_tokens.n_tokens).numpy(), minlength=512) + 1.0
     unigram = -np.mean([math.log(counts[i] / counts.sum()) for i in targets]) * len(targets) / math.log(2) / size
     assert float(card["bits per byte"]["bar"].split()[1]) == pytest.approx(0.75 * unigram, abs=1e-3)
+    text = b"".join(b"" if i < 10 else "".join(tok.decode([i])).encode() for i in targets)
+    if len(text) == size:                            # no character is cut by a token
+        for name, module in (("gzip -9", "gzip"), ("xz", "lzma")):
+            packed = __import__(module).compress(text)
+            assert card[f"{name} of the same text, bits per byte"]["value"] == pytest.approx(8 * len(packed) / size, rel=0.1)
     assert card["cached against full logits, largest difference"]["passed"] and card["weights not finite"]["passed"]
 
 
@@ -2636,13 +2646,162 @@ def test_a_bad_checkpoint_fails_its_checks(tiny, reference, tmp_path):
     shutil.copytree(reference, out)
     def spoil(content):
         content["model"]["blocks.0.moe.router.expert_bias"][0, 1] = 1e4                      # one expert takes everything
-        content["model"]["blocks.1.norm1.weight"][3] = math.nan
+        content["model"]["blocks.1.moe.experts.w2"][:4] = content["model"]["blocks.1.moe.experts.w2"][4:] = 0
     rewrite(model_py.find_checkpoint(None, out), spoil)
     code, text = call(evaluate, tiny, f"--out_dir={out}", "--strict=True")
     card = scorecard(out)
-    assert code == 1 and card["weights not finite"]["value"] == 1 and "blocks.1.norm1.weight" in text
+    assert code == 1 and "in layer 0 - raise bias_update_rate" in text
     assert not card["largest load / mean load"]["passed"] and card["dead experts"]["value"] >= 3
-    assert not card["validation ce, nats per token"]["passed"]
+    def break_down(content):
+        content["model"]["blocks.1.norm1.weight"][3] = math.nan
+    rewrite(model_py.find_checkpoint(None, out), break_down)
+    code, text = call(evaluate, tiny, f"--out_dir={out}", "--strict=True")
+    assert code == 1 and scorecard(out)["weights not finite"]["value"] == 1 and "blocks.1.norm1.weight" in text and len(scorecard(out)) == 2
+
+
+@pytest.fixture(scope="module")
+def wide(data):
+    """A model whose context holds the prompts, loud enough to have opinions, and the data's two splits for it."""
+    torch.manual_seed(7)
+    model = Cipher(tiny_config(seq_len=256)).eval()
+    for tensor in model.parameters():
+        tensor.data.mul_(4 if tensor.dim() > 1 else 1)
+    return model, TokenStream(data, "val", 256, 0), TokenStream(data, "train", 256, 0)
+
+
+@torch.no_grad()
+def test_the_twins_are_compared_as_a_loop_over_tokens_would(wide):
+    model, val, _ = wide
+    inputs = val.batch(0, 2)[0]
+    rows = {row[0].strip(): row for row in evaluate.check_twins(model, lambda: [(inputs, inputs)], contextlib.nullcontext(), lambda number: None)}
+    cosines, masses, pairs, x = [], [], [], {}
+    for layer, block in enumerate(model.blocks):
+        block.moe.register_forward_pre_hook(lambda _, given, layer=layer: x.update({layer: given[0]}))
+    model(inputs)
+    for layer, block in enumerate(model.blocks):
+        _, selected, gate, load = block.moe.router(x[layer])
+        y = block.moe.experts(x[layer], selected, gate, load, block.moe.experts.plan(load))
+        cosines += [abs(float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))) for a, b in y]
+        masses.append(float(gate[:, 0].sum()) / len(gate))
+        pairs.append(collections.Counter(zip(selected[:, 0, 0].tolist(), selected[:, 1, 0].tolist())))
+    assert rows["overlap of the populations' outputs"][1] == pytest.approx(np.mean(cosines), abs=1e-5)
+    assert rows["Sheldon's share of the gate mass, least layer"][1] == pytest.approx(min(masses)) and rows["most layer"][1] == pytest.approx(max(masses))
+    for counts in pairs:
+        n = sum(counts.values())
+        one, other = (collections.Counter() for _ in range(2))
+        for (i, j), times in counts.items():
+            one[i] += times
+            other[j] += times
+        by_hand = sum(times / n * math.log2(times * n / (one[i] * other[j])) for (i, j), times in counts.items())
+        a, b = (torch.tensor([pair[side] for pair, times in counts.items() for _ in range(times)]) for side in (0, 1))
+        assert evaluate.mutual_information(a, b - 4, 4, 4) == pytest.approx(by_hand, abs=1e-9)
+    assert evaluate.mutual_information(torch.arange(8) % 4, torch.arange(8) % 4, 4, 4) == pytest.approx(2)
+    log_p = [model(inputs, all_logits=True, silence=1 - p)["logits"].double().log_softmax(-1) for p in range(P)]
+    middle = (log_p[0].exp() + log_p[1].exp()) / 2
+    divergence = sum((one.exp() * (one - middle.log())).sum(-1).mean().item() for one in log_p) / 2
+    assert rows["disagreement on the next token, each alone, nats"][1] == pytest.approx(divergence, rel=1e-3)
+
+
+def test_tokens_are_told_to_their_sources(tmp_path):
+    rng, files = random.Random(3), {}
+    for name in ("code", "prose", "notes"):
+        files |= {f"{name}/{i}/a.txt": f"{name} begins " + " ".join(f"{name}{rng.randrange(10 ** 6)}" for _ in range(60 + i)) for i in range(30)}
+    write_files(tmp_path, files)
+    path = tmp_path / "three.py"
+    path.write_text(f"sources = {{n: {str(tmp_path)!r} + '/' + n for n in ('code', 'prose', 'notes')}}\nvocab_size = 400\nmin_chars = 20\nval_fraction = 0.3\n"
+                    f"data_dir = {str(tmp_path / 'data')!r}\nrules_off = ['data table', 'near duplicate', 'repetitive']\n")
+    assert call(prepare, path)[0] == 0
+    val, tok = TokenStream(tmp_path / "data", "val", 32, 0), tokenizer.load_tokenizer(tmp_path / "data/tokenizer.json")
+    sources, seen = evaluate.token_sources(val, val.manifest), set()
+    for start in val.windows:
+        numbers, ids = sources(start), val.tokens(start, start + 32)
+        for number in set(numbers.tolist()):
+            name, text = ("code", "prose", "notes")[number], tok.decode(ids[numbers == number].tolist())
+            others = {"code", "prose", "notes"} - {name}
+            assert not any(word in text for word in others), (name, text)
+            seen |= {name} if name in text else set()
+    assert seen == {"code", "prose", "notes"}
+    assert evaluate.token_sources(val, val.manifest | dict(sources={"one": dict(val_tokens=val.n_tokens)})) is None
+
+
+def test_what_it_writes_is_measured_as_by_hand(wide, tok):
+    model, val, training = wide
+    texts = [[1, 2, 3, 1, 2, 3, 1, 2, 3], [5] * 8, [1, 2, 9]]
+    grams = [[tuple(t[i:i + 4]) for i in range(len(t) - 3)] for t in texts]
+    assert evaluate.repetition(texts) == pytest.approx((1 - 3 / 6 + 1 - 1 / 5 + 1) / 3)
+    two = [tuple(t[i:i + 2]) for t in texts for i in range(len(t) - 1)]
+    assert evaluate.distinct(texts, 2) == pytest.approx(len(set(two)) / len(two)) and len(grams[0]) == 6
+    ids = training.tokens(0, training.n_tokens).tolist()
+    half = ids[100:140] + [int(i) for i in np.random.default_rng(0).integers(20, 512, 40)]
+    n, there = evaluate.SPAN, {tuple(ids[i:i + evaluate.SPAN]) for i in range(len(ids) - evaluate.SPAN + 1)}
+    by_hand = [np.mean([tuple(text[i:i + n]) in there for i in range(len(text) - n + 1)]) for text in (half, ids[-50:])]
+    assert evaluate.copied([[half], [ids[-50:]], [[1, 2]]], training) == pytest.approx([*by_hand, 0.0]) and 0 < by_hand[0] < by_hand[1] == 1
+    rows, programs = evaluate.check_writing(model, tok, val, training, contextlib.nullcontext())
+    assert len(programs) == 4 * sum(len(tokenizer.encode(tok, text)) + 1 + n <= 256 for text in curate.CODE_PROMPTS) > 0
+    assert all(program.startswith(curate.CODE_PROMPTS) for program in programs) and rows[0][3] is False
+
+
+def test_a_model_that_knows_its_text_by_heart_is_found_out(tok, data):
+    train_split, val = TokenStream(data, "train", 64, 0), TokenStream(data, "val", 64, 0)
+    answers = {tuple(row[:n].tolist()): int(row[n]) for row in train_split.batch(0, 64)[0] for n in range(32, 64)}
+    class Parrot(Cipher):
+        def forward(self, idx, cache=None, **_):
+            self.said = idx if cache.filled == 0 else torch.cat((self.said, idx), 1)
+            cache.filled += idx.size(1)
+            return dict(logits=F.one_hot(torch.tensor([answers.get(tuple(row.tolist()), 7) for row in self.said]), 512).float()[:, None])
+    parrot = Parrot(tiny_config(seq_len=64))
+    assert evaluate.continued(parrot, train_split, contextlib.nullcontext()) == 1
+    assert evaluate.continued(parrot, val, contextlib.nullcontext()) == 0
+
+
+def test_the_cloze_ranks_the_right_word_as_one_pass_per_answer_would(wide, tok):
+    model, *_ = wide
+    rows, shown = evaluate.check_cloze(model, tok, contextlib.nullcontext())
+    score = np.zeros((len(curate.CLOZE), len(curate.CLOZE)))
+    for i, (prompt, _) in enumerate(curate.CLOZE):
+        for j, (_, word) in enumerate(curate.CLOZE):
+            ids, answer = [1, *tokenizer.encode(tok, prompt)], tokenizer.encode(tok, " " + word)
+            log_p = model(torch.tensor([ids + answer]), all_logits=True)["logits"][0].log_softmax(-1)
+            score[i, j] = np.mean([log_p[len(ids) - 1 + k, token].item() for k, token in enumerate(answer)])
+    score = score - score.mean(0)
+    beaten = np.mean([np.mean([score[i, j] < score[i, i] for j in range(len(score)) if j != i]) for i in range(len(score))])
+    assert rows[0][1] == pytest.approx(beaten, abs=0.01) and len(shown) == len(curate.CLOZE)
+    with torch.no_grad():                                            # the same words whatever is asked
+        model.head.weight[:5] += 100 * torch.ones(32)
+        model.norm.weight.fill_(0.0)
+    # with the norm silent every logit is 0 and the top five are the same ids for all
+    assert evaluate.check_cloze(model, tok, contextlib.nullcontext())[0][1][1:4:2] == (1.0, False)
+
+
+@pytest.mark.parametrize("program, ends", [
+    ("x = sum(range(10))\nassert x == 45", True), ("import math, re, json\nprint(math.pi)", True), ("1 / 0", False), ("while True: pass", False),
+    ("x = bytearray(4 << 30)", False), ("open('left.txt', 'w').write('x')", False), ("import os\nos.mkdir('x')", False), ("import os\nos.system('true')", False),
+    ("import subprocess\nsubprocess.run(['true'])", False), ("import socket\nsocket.create_connection(('127.0.0.1', 1))", False),
+    ("import urllib.request\nurllib.request.urlopen('http://127.0.0.1:1')", False), ("input()", False), ("import sys\nsys.exit(3)", False)])
+def test_generated_programs_run_inside_limits(program, ends):
+    assert evaluate.runs(program) is ends
+
+
+def test_programs_are_cut_at_their_last_full_line_and_new_statements_counted():
+    prompt = 'def f(x):\n    """Say."""\n'
+    assert evaluate.new_statements(prompt, "    y = x\n    if y:\n        return 1\n    return (") == (prompt + "    y = x\n    if y:\n        return 1\n", 3)
+    assert evaluate.new_statements(prompt, "    y = (\n")[1] == -1 and evaluate.new_statements(prompt, "no line end")[1] == 0
+    assert evaluate.new_statements(prompt, "    x\0\n")[1] == -1 and evaluate.new_statements(prompt, "    " + "(" * 5000 + "\n")[1] == -1
+
+
+def test_a_second_checkpoint_stands_beside_the_first(tiny, reference, judged, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(reference, out)
+    first = checkpoint(out, 5) if (out / "step_00000005.pt").is_file() else model_py.list_checkpoints(out)[0]
+    code, text = call(evaluate, tiny, f"--out_dir={out}", f"--compare={first}")
+    report = json.loads((out / "scorecard.json").read_text(encoding="utf-8"))
+    assert code == 0 and "compared" in text and report["compared"]["checkpoint"] == str(first)
+    whole, beside = ({row["check"]: row["value"] for row in rows} for rows in (report["checks"], report["compared"]["checks"]))
+    model, _ = model_py.load_checkpoint(first)
+    val = TokenStream(report["data"], "val", 32, 0)
+    assert beside["validation ce, nats per token"] == pytest.approx(mean_ce(model, [val.batch(0, RUN["eval_tokens"] // 32)]), abs=1e-5)
+    assert whole["validation ce, nats per token"] == scorecard(judged[0])["validation ce, nats per token"]["value"]
+    assert call(evaluate, tiny, f"--out_dir={out}", "--compare=nowhere")[0] == 2
 
 
 def test_evaluation_refuses_what_does_not_belong_together(tiny, reference, odd, tmp_path, monkeypatch):
@@ -2705,12 +2864,63 @@ def test_the_picture_is_drawn_from_the_metrics_alone(reference, tmp_path):
 # ----------------------------------------------------------------------------------------------------------
 
 def test_text_stream_joins_to_the_text(tok):
+    bytes_of = tokenizer.token_bytes(tok)
     for text in EDGE:
-        stream, ids = sample.TextStream(tok), tokenizer.encode(tok, text)
+        stream, ids = tokenizer.TextStream(bytes_of), tokenizer.encode(tok, text)
         assert "".join([*map(stream.push, ids), stream.close()]) == tokenizer.clean(text)
-    stream = sample.TextStream(tok)
+    stream = tokenizer.TextStream(bytes_of)
     first = tokenizer.encode(tok, "\U0001f600")[:1]                  # the model stops inside a character
     assert (stream.push(first[0]) + stream.close()).encode("utf-8")
+
+
+def test_text_ends_before_the_first_stop_string_wherever_tokens_are_cut():
+    rng, letters = random.Random(5), [b"a", b"b", b"ab", b"ba", b"aab", "é".encode()[:1], "é".encode()[1:], b"\n", b"\n\n"]
+    for _ in range(3000):
+        ids, stops = [rng.randrange(len(letters)) for _ in range(rng.randrange(12))], rng.choices(["ab", "aba", "b\n", "\n\n", "é", "bb"], k=rng.randrange(3))
+        stream, shown = tokenizer.TextStream(letters, stops), ""
+        for token in ids:
+            shown += stream.push(token)
+            if stream.stopped:
+                break
+        shown += stream.close()
+        text = b"".join(letters[i] for i in ids).decode("utf-8", "replace")
+        places = [text.find(word) for word in stops if word in text]
+        if stream.stopped:                           # tokens behind the stop were not looked at: another may end a longer text earlier
+            assert shown == text[:len(shown)] and any(text[len(shown):].startswith(word) for word in stops)
+            assert not any(word in shown for word in stops)
+        assert stream.stopped == bool(places) and (places or shown == text)
+
+
+def test_many_samples_stop_texts_and_the_penalty(reference):
+    run = lambda *argv: call(sample, f"--out_dir={reference}", "--prompt=import", "--max_new_tokens=16", *argv)
+    code, text = run("--num_samples=3")
+    parts = re.split(r"--- \d of 3\n", text)
+    assert code == 0 and len(parts) == 4 and all(part.startswith("import") for part in parts[1:]) and len(set(parts[1:])) > 1 and "48 tokens in" in text
+    whole = run()[1].split("parameters;")[1]
+    word = whole.split("import", 1)[1][3:6]
+    for stop in (word, json.dumps(["never there", word])):
+        code, text = run(f"--stop={stop}")
+        shown = text.split("parameters;")[1].split("import", 1)[1].rsplit("\n", 2)[0]
+        assert code == 0 and "stop text reached" in text and shown == whole.split("import", 1)[1].split(word)[0], (shown, whole)
+    greedy = lambda *more: run("--temperature=0", *more)[1].split("parameters;")[1].split("tokens in")[0]
+    assert greedy() != greedy("--repetition_penalty=1000")
+    logits, seen = torch.tensor([[2.0, -2.0, 3.0, 0.0]]), torch.tensor([[True, True, False, False]])
+    assert model_py.penalise(logits, seen, 2.0).tolist() == [[1.0, -4.0, 3.0, 0.0]] and model_py.penalise(logits, seen, 1.0) is logits
+
+
+def test_penalised_ids_are_those_of_prompt_and_text_of_every_row(lively):
+    for row in lively.generate([[3, 4, 5], [6]], 12, temperature=0, repetition_penalty=1e9):
+        assert len(set(row)) == len(row)                             # an endless penalty lets nothing come twice
+
+
+def test_a_conversation_goes_on_and_forgets_its_beginning(reference, tmp_path):
+    chat = subprocess.run([sys.executable, ROOT / "sample.py", f"--out_dir={reference}", "--chat=True", "--max_new_tokens=8", "--temperature=0"],
+                          input="import os\n" + "x = 1\n" * 12 + "\n/new\nimport os\n", text=True, encoding="utf-8", capture_output=True, timeout=120)
+    assert chat.returncode == 0 and "Traceback" not in chat.stderr, chat.stderr
+    assert chat.stderr.count("tokens in") == 15                      # the context of 32 is full long before, and it goes on
+    assert len(chat.stdout.splitlines()) >= 15
+    first = chat.stdout[:20]
+    assert chat.stdout.rstrip("\n").endswith(chat.stdout.splitlines()[0]) or first in chat.stdout[20:]      # /new begins afresh
 
 
 def test_same_seed_same_text_and_temperature_0_needs_none(reference):
@@ -2736,6 +2946,8 @@ def test_sampling_starts_with_the_prompt_and_ends_with_the_context_or_the_docume
 @pytest.mark.parametrize("argv, says", [
     (("--temperature=-1",), "temperature=-1.0 must not be negative"), (("--temperature=nan",), "temperature must be a number"),
     (("--sample_top_k=-1",), "sample_top_k=-1"), (("--sample_top_p=0",), "sample_top_p=0.0"), (("--max_new_tokens=0",), "max_new_tokens=0"),
+    (("--num_samples=0",), "num_samples=0"), (("--repetition_penalty=0",), "repetition_penalty=0.0"), (("--stop=[1]",), "stop=[1]"), (("--serve=70000",), "serve=70000"),
+    (("--chat=True", "--num_samples=2"), "chat=True"), (("--serve=0", "--serve_host=0.0.0.0"), "serve_key"), (("--serve=0", "--serve_host=no.such.host.invalid", "--serve_key=x"), "not to be had"),
     (("--prompt=" + "x = 1\n" * 50,), "the context is 32"), (("--top_k=5",), "top_k is a setting of")])
 def test_impossible_wishes_end_in_one_line(reference, argv, says):
     code, text = call(sample, f"--out_dir={reference}", *argv)
@@ -2764,3 +2976,234 @@ def test_a_checkpoint_without_its_tokenizer_or_with_another_is_refused(reference
     (out / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
     code, text = call(sample, f"--out_dir={out}")
     assert code == 2 and "not the tokenizer" in text
+
+
+# ----------------------------------------------------------------------------------------------------------
+# server
+# ----------------------------------------------------------------------------------------------------------
+
+def serving(out, *argv):
+    """Start `sample.py --serve` on a free port; returns (process, address)."""
+    process = start("sample.py", f"--out_dir={out}", "--serve=0", *argv)
+    for line in process.stdout:
+        assert "Traceback" not in line and "error:" not in line, line
+        if found := re.search(r"at (http://\S+) \(a page", line):
+            return process, found[1]
+    raise AssertionError("it ended")
+
+
+@pytest.fixture(scope="module")
+def served(reference):
+    """The address of the finished tiny run, served as a user does."""
+    process, address = serving(reference)
+    drained = threading.Thread(target=lambda: [None for _ in process.stdout], daemon=True)
+    drained.start()
+    yield address
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 0
+
+
+def ask(address, body=None, path="/v1/completions", method=None, **headers):
+    """One request; returns (status, content, parsed if it is JSON)."""
+    data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+    request = urllib.request.Request(address + path, data, {name.replace("_", "-"): value for name, value in headers.items()}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            status, content = answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        status, content = error.code, error.read()
+    try:
+        return status, json.loads(content)
+    except ValueError:
+        return status, content
+
+
+def test_completions_are_those_of_the_model(served, reference, tok):
+    model, _ = model_py.load_checkpoint(model_py.find_checkpoint(None, reference))
+    for prompt in ("import os", tokenizer.encode(tok, "import os"), [1, *tokenizer.encode(tok, "import os")]):
+        status, answer = ask(served, dict(prompt=prompt, max_tokens=12, temperature=0, logprobs=3, echo=True, gate_mass=True))
+        ids = [1, *tokenizer.encode(tok, "import os")]
+        whole = model.generate(torch.tensor([ids]), 12, temperature=0)[0].tolist()
+        if 2 in whole:
+            whole = whole[:whole.index(2)]
+        choice, ours = answer["choices"][0], int(not isinstance(prompt, list) or prompt[0] != 1)
+        assert status == 200 and choice["text"] == tok.decode(whole, skip_special_tokens=True)
+        with Watched(model) as gates, torch.no_grad():
+            log_p = model(torch.tensor([whole]), all_logits=True)["logits"][0].log_softmax(-1)
+        told = choice["logprobs"]
+        expected = [None, *(log_p[i, token].item() for i, token in enumerate(whole[1:]))][ours:]
+        assert [p is None for p in told["token_logprobs"]] == [p is None for p in expected]
+        assert [p for p in told["token_logprobs"] if p is not None] == pytest.approx([p for p in expected if p is not None], abs=1e-4)
+        for i, best in enumerate(told["top_logprobs"]):
+            if best is not None:
+                assert max(best.values()) == pytest.approx(log_p[i - 1 + ours].max().item(), abs=1e-4) and 3 <= len(best) <= 4
+        share = np.mean([gate[:, 0].sum(-1).tolist() for gate in gates], axis=0)
+        assert [m for m in choice["gate_mass"] if m is not None] == pytest.approx(share[:-1].tolist(), abs=1e-4)
+        assert "".join(told["tokens"][1 - ours:]) == choice["text"] and answer["usage"]["completion_tokens"] == len(whole) - len(ids)
+        assert [choice["text"][a:].startswith(piece) for a, piece in zip(told["text_offset"][1 - ours:], told["tokens"][1 - ours:])].count(False) == 0
+
+
+class Watched(contextlib.ExitStack):
+    """The gates of every layer's router, [N, P, k] each, in order."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.gates = []
+        for block in model.blocks:
+            self.callback(block.moe.router.register_forward_hook(lambda _, __, out: self.gates.append(out[2])).remove)
+
+    def __enter__(self):
+        return self.gates
+
+
+def test_streamed_pieces_are_the_answer_and_rows_do_not_depend_on_each_other(served):
+    wish = dict(prompt=["import", "class A", ""], n=2, max_tokens=10, seed=5, logprobs=1, gate_mass=True, stop=["zz", "q"], repetition_penalty=1.2, top_k=40, top_p=0.9)
+    _, whole = ask(served, wish)
+    status, text = ask(served, wish | dict(stream=True, stream_options=dict(include_usage=True)))
+    events = [event.removeprefix("data: ") for event in text.decode().split("\n\n") if event]
+    assert status == 200 and events[-1] == "[DONE]" and json.loads(events[-2])["usage"] == whole["usage"]
+    for index in range(6):
+        pieces = [choice for event in events[:-2] for choice in json.loads(event)["choices"] if choice["index"] == index]
+        full = whole["choices"][index]
+        assert "".join(piece["text"] for piece in pieces) == full["text"] and [p["finish_reason"] for p in pieces][-1] == full["finish_reason"] is not None
+        for name, values in full["logprobs"].items():
+            assert sum((piece["logprobs"][name] for piece in pieces), []) == values
+        assert sum((piece["gate_mass"] for piece in pieces), []) == full["gate_mass"]
+    _, alone = ask(served, wish | dict(prompt="class A"))
+    assert [c["text"] for c in alone["choices"]] == [c["text"] for c in whole["choices"][2:4]]
+    assert ask(served, wish | dict(seed=6))[1]["choices"][0]["text"] != whole["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("body, status, says", [
+    (b"", 400, "not JSON"), (b"{", 400, "not JSON"), (b"\xff", 400, "not JSON"), (b"[1]", 400, "a JSON object"), (b'{"max_tokens": NaN}', 400, "NaN"),
+    (b'{"temperature": 1e999}', 400, "temperature"), (b"[" * 100_000, 400, "not JSON"), (b'{"max_tokens": ' + b"9" * 5000 + b"}", 400, "not JSON"),
+    (dict(max_tokens=-1), 400, "max_tokens"), (dict(max_tokens=True), 400, "max_tokens"), (dict(max_tokens=1.5), 400, "max_tokens"), (dict(max_tokens="5"), 400, "max_tokens"),
+    (dict(temperature=-1), 400, "temperature"), (dict(top_p=0), 400, "top_p"), (dict(top_p=1.1), 400, "top_p"), (dict(n=0), 400, "n:"), (dict(n=1000), 400, "n:"),
+    (dict(prompt=["a"] * 100, n=2), 400, "texts"), (dict(best_of=3), 400, "best_of"), (dict(prompt=5), 400, "prompt"), (dict(prompt=[]), 400, "empty"),
+    (dict(prompt=[512]), 400, "ids"), (dict(prompt=[-1]), 400, "ids"), (dict(prompt=["a", 1]), 400, "prompt"), (dict(prompt=[True]), 400, "prompt"),
+    (dict(prompt="x" * 100), 400, "context of 32"), (dict(prompt=[5] * 31), 400, "context of 32"), (dict(stop=[1]), 400, "stop"), (dict(stop=["a"] * 17), 400, "stop"),
+    (dict(stream=1), 400, "stream"), (dict(logprobs=21), 400, "logprobs"), (dict(logprobs=True), 400, "logprobs"), (dict(seed=1.5), 400, "seed"), (dict(seed=1 << 70), 400, "seed"),
+    (dict(logit_bias={"5": 1}), 400, "logit_bias"), (dict(presence_penalty=0.5), 400, "presence_penalty"), (dict(suffix="a", echo=True), 400, "echo"),
+    (dict(promt="a"), 400, "promt")], ids=lambda value: str(value)[:24])
+def test_a_broken_request_gets_its_reason(served, body, status, says):
+    got, answer = ask(served, body)
+    assert got == status and says in answer["error"]["message"] and len(answer["error"]["message"]) < 400, answer
+
+
+def test_odd_but_right_requests_are_answered(served):
+    for body in ({}, dict(prompt=""), dict(prompt="a", max_tokens=0), dict(prompt=[1]), dict(prompt="\ud800 \0 <s> \U0001f600"), dict(prompt="a", max_tokens=10 ** 6),
+                 dict(prompt="a", temperature=1e-9), dict(prompt="a", top_k=10 ** 6), dict(prompt="a", stop=""), dict(prompt="a", stop=None, seed=-5), dict(prompt="a", suffix="b"),
+                 dict(prompt=[5] * 31, max_tokens=0, echo=True, logprobs=0), dict(prompt="a", user="me", model="any", logit_bias={}, presence_penalty=0)):
+        status, answer = ask(served, body)
+        assert status == 200 and answer["choices"][0]["finish_reason"] in ("stop", "length"), (body, answer)
+
+
+def test_other_paths_methods_and_pages_of_strangers_are_refused(served):
+    port = served.rpartition(":")[2]
+    assert ask(served, path="/health") == (200, dict(status="ok"))
+    assert b"</html>" in ask(served, path="/")[1]
+    assert ask(served, path="/v1/models")[1]["data"][0]["max_model_len"] == 32
+    for path, method, status in (("/../sample.py", None, 404), ("/page.html", None, 404), ("/v1/completions", None, 405), ("/", "PUT", 501), ("/", "POST", 405)):
+        got, answer = ask(served, b"" if method == "POST" else None, path, method)
+        assert got == status and answer["error"]["message"], path
+    for headers in (dict(Host="evil.example"), dict(Host=f"evil.example:{port}"), dict(Origin="http://evil.example"), dict(Origin="null")):
+        assert ask(served, dict(prompt="a"), **headers)[0] == 403
+    assert ask(served, dict(prompt="a"), Origin=served, Host=f"localhost:{port}")[0] == 403 and ask(served, dict(prompt="a", max_tokens=1), Origin=served)[0] == 200
+    assert ask(served, b"x" * (5 << 20))[0] == 413
+
+
+def raw(address, content, wait=5.0):
+    """Send bytes, return what comes back until the other side closes or nothing comes for so long."""
+    host, _, port = address.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=wait) as connection:
+        connection.sendall(content)
+        got = b""
+        try:
+            while part := connection.recv(1 << 16):
+                got += part
+        except TimeoutError:
+            pass
+        return got
+
+
+def test_what_is_not_http_and_clients_that_leave_hurt_nobody(served):
+    host = served.removeprefix("http://").encode()
+    assert b"error" in raw(served, b"\0\1\2 garbage\r\n\r\n") and b"error" in raw(served, b"three odd words\r\n\r\n")
+    assert b"414" in raw(served, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n").split(b"\r\n")[0]
+    assert b"411" in raw(served, b"POST /v1/completions HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+    assert b"411" in raw(served, b"POST /v1/completions HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: -5\r\n\r\n")
+    body = json.dumps(dict(prompt="a", max_tokens=25, n=64, stream=True)).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: %s\r\nContent-Length: %d\r\n\r\n" % (host, len(body))
+    for _ in range(40):                                              # leave in the body, and in the answer: more often than there are places
+        with socket.create_connection(tuple(served.removeprefix("http://").split(":"))) as leaving:
+            leaving.sendall((head + body)[:-5] if _ % 2 else head + body)
+    deadline = time.time() + 60
+    while (found := ask(served, dict(prompt="a", max_tokens=1))[0]) == 503 and time.time() < deadline:
+        time.sleep(0.2)
+    assert found == 200
+
+
+def test_requests_at_the_same_time_get_the_answers_they_would_get_alone(served):
+    wishes = [dict(prompt=f"def f{i}(", max_tokens=15, seed=i, n=1 + i % 3, logprobs=2) for i in range(12)]
+    alone = [ask(served, wish)[1]["choices"] for wish in wishes]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda wish: ask(served, wish)[1]["choices"], wishes * 2))
+    assert together == alone * 2
+
+
+def test_a_key_is_asked_for_where_one_is_set(reference):
+    process, address = serving(reference, "--serve_key=open sesame")
+    try:
+        assert ask(address, dict(prompt="a"))[0] == 401 and ask(address, dict(prompt="a"), Authorization="Bearer wrong")[0] == 401
+        assert ask(address, path="/v1/models")[0] == 401 and ask(address, path="/health")[0] == ask(address, path="/")[0] == 200
+        assert ask(address, dict(prompt="a", max_tokens=1), Authorization="Bearer open sesame")[0] == 200
+        code, text = call(sample, f"--out_dir={reference}", f"--serve={address.rpartition(':')[2]}")
+        assert code == 2 and "not to be had" in text and text.count("error:") == 1
+    finally:
+        process.kill()
+
+
+def test_the_openai_client_and_curl_are_served(served, reference):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=served + "/v1", api_key="none", max_retries=0)
+    name = client.models.list().data[0].id
+    wish = dict(model=name, prompt="import os", max_tokens=8, seed=3, logprobs=2)
+    whole = client.completions.create(**wish)
+    pieces = list(client.completions.create(**wish, stream=True, stream_options=dict(include_usage=True)))
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == whole.choices[0].text and pieces[-1].usage == whole.usage
+    assert len(whole.choices[0].logprobs.tokens) == whole.usage.completion_tokens
+    with pytest.raises(openai.BadRequestError, match="context of 32"):
+        client.completions.create(model=name, prompt="x" * 1000)
+    if shutil.which("curl"):
+        said = subprocess.run(["curl", "-sS", served + "/v1/completions", "-d", json.dumps(dict(prompt="import os", max_tokens=8, seed=3, logprobs=2))], capture_output=True, timeout=60)
+        assert json.loads(said.stdout)["choices"][0]["text"] == whole.choices[0].text
+
+
+@pytest.mark.slow
+def test_the_evaluation_harness_gets_the_losses_of_evaluate(served, reference, tok, tmp_path):
+    lm_eval = pytest.importorskip("lm_eval")
+    questions = [dict(question=f"import {a}", choices=[" os", " sys\n", "\nclass A:", " é"], answer=i % 4) for i, a in enumerate(("os", "re", "io", "ast", "json"))]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8")
+    choice = dict(task="choice", dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(tmp_path / "test.jsonl"))), test_split="test",
+                  output_type="multiple_choice", doc_to_text="{{question}}", doc_to_choice="{{choices}}", doc_to_target="{{answer}}", target_delimiter="")
+    rolling = choice | dict(task="rolling", output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{question}}", metric_list=[dict(metric="word_perplexity")])
+    del rolling["doc_to_choice"], choice["task"], rolling["task"]
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    tasks = {"choice": ConfigurableTask(config=choice | dict(task="choice")), "rolling": ConfigurableTask(config=rolling | dict(task="rolling"))}
+    found = lm_eval.evaluate(LocalCompletionsAPI(base_url=served + "/v1/completions", model="cipher", max_length=31, batch_size=2),
+                             tasks, log_samples=True, bootstrap_iters=0)
+    model, _ = model_py.load_checkpoint(model_py.find_checkpoint(None, reference))
+    def nats(context, text):                         # by the loss that training, evaluate.py and --verify share
+        ids, n = torch.tensor([[1, *tokenizer.encode(tok, context + text)]]), len(tokenizer.encode(tok, context)) + 1
+        total = lambda ids: mean_ce(model, [(ids[:, :-1], ids[:, 1:])]) * (ids.size(1) - 1) if ids.size(1) > 1 else 0.0
+        return total(ids[:, :n]) - total(ids)
+    for one in found["samples"]["choice"]:
+        values = [float(pair[0][0] if isinstance(pair[0], (list, tuple)) else pair[0]) for pair in one["resps"]]
+        doc = one["doc"]
+        assert values == pytest.approx([nats(doc["question"], text) for text in doc["choices"]], abs=1e-3), one
+    for one in found["samples"]["rolling"]:
+        value = one["resps"][0]
+        while isinstance(value, (list, tuple)):
+            value = value[0]
+        assert float(value) == pytest.approx(nats("", one["doc"]["question"]), abs=1e-3), one

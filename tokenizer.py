@@ -2,13 +2,14 @@
 
     python tokenizer.py                              the gates' verdicts for the tokenizer in data_dir
     python tokenizer.py --text="def fib(n):"         and how it splits a text
-    python tokenizer.py --compare="~/code/**/*.py"   bytes per token of other ways to split, on files of yours
+    python tokenizer.py --split_files="~/code/**/*.py"   bytes per token of other ways to split, on files of yours
 
 Reads data_dir/tokenizer.json and data_dir/tokenizer_report.json (both written by prepare.py).
 
 Lossless: every valid Unicode string decodes to itself. All 256 bytes are in the alphabet, there is no
 normaliser and no prefix space.
 """
+import codecs
 import glob
 import json
 import re
@@ -24,7 +25,7 @@ from config import UserError
 # settings
 data_dir = "data/cipher"  # where prepare.py put tokenizer.json
 text = ""                 # a text to split, for a look
-compare: str | list = ""  # files (a glob, or a list of them), to compare ways to split on; each gets a column
+split_files: str | list = ""  # files (a glob, or a list of them), to compare ways to split on; each gets a column
 vocab_size = 32768        # tokens, of the vocabularies compared
 
 # Ids are given from 0 up in this order (a seed vocabulary may give others), and asked for by name.
@@ -290,6 +291,35 @@ def token_bytes(tok: Tokenizer) -> list[bytes]:
     return unspell(tok.id_to_token(i) for i in range(tok.get_vocab_size()))
 
 
+class TextStream:
+    """Turn ids into text one by one. The bytes of an unfinished character wait for the rest of it, and text that may be the
+    beginning of a stop string for what follows; at a stop string the text ends before it and `stopped` becomes True.
+    """
+
+    def __init__(self, bytes_of: list[bytes], stop: Iterable[str] = ()):
+        """bytes_of: token_bytes of the tokenizer."""
+        self.bytes_of, self.stop, self.waiting, self.stopped = bytes_of, tuple(stop), "", False
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """Take the next id; return the text that is certain now."""
+        return self.release(self.decoder.decode(self.bytes_of[token]))
+
+    def release(self, text: str, final=False) -> str:
+        text, self.waiting = self.waiting + text, ""
+        if (found := [place for word in self.stop if (place := text.find(word)) >= 0]):
+            self.stopped = True
+            return text[:min(found)]
+        if not final:
+            held = max((n for word in self.stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+            text, self.waiting = text[:len(text) - held], text[len(text) - held:]
+        return text
+
+    def close(self) -> str:
+        """Return what still waited."""
+        return "" if self.stopped else self.release(self.decoder.decode(b"", final=True), final=True)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Gates
 # ----------------------------------------------------------------------------------------------------------
@@ -330,7 +360,7 @@ def compare_splits(patterns: list[str]) -> None:
         files = sorted(p for p in glob.glob(str(Path(pattern).expanduser()), recursive=True) if Path(p).is_file())
         texts = [text for p in files if (text := Path(p).read_bytes().decode("utf-8", "ignore")).strip()]
         if len(texts) < 2:
-            raise UserError(f'compare: {pattern}: {len(texts)} files with text - two or more are needed (a glob such as "~/code/**/*.py")')
+            raise UserError(f'split_files: {pattern}: {len(texts)} files with text - two or more are needed (a glob such as "~/code/**/*.py")')
         columns[pattern] = (texts[::2], texts[1::2])
     print(f"  {'bytes per token':<28}" + "".join(f" {pattern[-24:]:>25}" for pattern in patterns))
     for name, split in OTHER_SPLITS.items():
@@ -344,9 +374,9 @@ def compare_splits(patterns: list[str]) -> None:
 
 def main():
     config.override(globals())
-    if compare:
+    if split_files:
         check_vocab_size(vocab_size)
-        compare_splits([compare] if isinstance(compare, str) else compare)
+        compare_splits([split_files] if isinstance(split_files, str) else split_files)
         return
     tok = load_tokenizer(Path(data_dir) / "tokenizer.json")
     report = Path(data_dir) / "tokenizer_report.json"
