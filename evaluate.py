@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import config
 import curate
 from config import UserError
-from model import POPULATIONS, KVCache, P, Watch, autocast, choose_branch, find_checkpoint, list_checkpoints, load_checkpoint, mean_ce, pick_device
+from model import POPULATIONS, KVCache, P, Watch, autocast, choose_branch, find_checkpoint, list_checkpoints, load_checkpoint, mean_ce, pick_device, read_checkpoint
 from prepare import TokenStream, read_manifest
 from tokenizer import encode, load_tokenizer, token_bytes
 
@@ -68,14 +68,16 @@ def check_weights(model) -> list:
 
 
 def find_data(settings: dict) -> str:
-    """data_dir, or the checkpoint's own where that alone was made with the checkpoint's tokenizer."""
+    """data_dir, or the checkpoint's own folder where that alone holds the very data of training, or was made with its tokenizer."""
+    fitting = []
     for folder in (data_dir, settings["data_dir"]):
         try:
             if read_manifest(folder)["tokenizer_sha256"] == settings["tokenizer_sha256"]:
-                return folder
+                fitting.append(folder)
         except UserError:
             continue
-    return data_dir                                  # its own error is the one to show
+    same = [folder for folder in fitting if config.sha256_file(Path(folder) / "manifest.json") == settings["manifest_sha256"]]
+    return (same or fitting or [data_dir])[0]        # data_dir's own error is the one to show
 
 
 def check_tokenizer(settings: dict, file: Path, manifest: dict) -> list:
@@ -376,8 +378,8 @@ def check_probe(model, settings: dict, place: torch.device) -> tuple[bool, str]:
         if config.sha256_file(Path(folder) / "manifest.json") != settings["manifest_sha256"]:
             return True, f"not recomputed: {folder} holds other data"
         val = TokenStream(folder, "val", model.config.seq_len, 0)
-    except (UserError, OSError):
-        return True, "not recomputed: its data is not here"
+    except (UserError, OSError) as error:
+        return True, "not recomputed: its data is not here" + (f" whole: {error}" if (Path(folder) / "manifest.json").exists() else "")
     number = getattr(torch, noted["dtype"].removeprefix("torch."))
     if number == torch.bfloat16 and place.type != "cuda":
         number = torch.float32
@@ -393,20 +395,36 @@ def print_verification(place: torch.device) -> None:
     files = [path] if path.is_file() else list_checkpoints(path)
     if not files:
         raise UserError(f"{path}: no checkpoint here")
-    failed = 0
+    failed, known = 0, {name for file in files for name in (file.name, f"{file.name}.sha256")}
     print(f"  {'checkpoint':<24} {'hash and load':<14} {'weights':<12} validation ce of the first windows")
     for file in files:
         try:
             model, settings = load_checkpoint(file, place)
-        except UserError as error:
+            whole = read_checkpoint(file, mmap=True)
+            moments = [tensor for own in whole["optimizer"]["state"].values() for tensor in own.values()]
+            if len(moments) != 3 * len(list(model.parameters())) or not all(tensor.isfinite().all() for tensor in moments):
+                raise UserError(f"{file}: the weights are there, but not the optimizer's state: training cannot go on from it")
+        except (UserError, OSError, KeyError, AttributeError) as error:
             failed += 1
-            print(f"  {file.name:<24} FAIL: {error}")
+            print(f"  {file.name:<24} FAIL: {error if isinstance(error, (UserError, OSError)) else f'{file}: without {error}, training cannot go on from it'}")
             continue
         broken = not_finite(model)
         right, said = check_probe(model, settings, place) if settings["probe"] else (True, "none was noted")
         failed += bool(broken) or not right
         print(f"  {file.name:<24} {'pass':<14} {'FAIL: ' + broken[0] if broken else 'finite':<12} {'' if right else 'FAIL: '}{said}")
-    print(f"{len(files) - failed} whole, {failed} not" + (" - copy those again with their .sha256" if failed else ""))
+    n = len(files)
+    if path.is_dir():
+        try:
+            known |= {json.loads((path / "best.json").read_text(encoding="utf-8"))["file"]}
+        except (OSError, ValueError, TypeError, KeyError):
+            pass
+        strays = {p.name for p in path.iterdir() if p.name.startswith("step_") and not p.name.endswith((".damaged", ".tmp"))} | known
+        for name in sorted(strays):
+            whole = name.removesuffix(".sha256")
+            if not (path / whole).is_file() or whole not in known:
+                failed, n = failed + 1, n + 1
+                print(f"  {name:<24} FAIL: {'no checkpoint and no hash of one' if whole not in known and not name.endswith('.sha256') else f'{whole} is not here'}")
+    print(f"{n - failed} whole, {failed} not" + (" - copy those again with their .sha256" if failed else ""))
     if failed:
         raise SystemExit(1)
 
@@ -418,16 +436,19 @@ def draw_metrics() -> None:
     except ImportError:
         raise UserError("--plot=True needs a package that is not here: pip install matplotlib") from None
     folder = Path(checkpoint or out_dir)
-    source = (folder if folder.is_dir() else folder.parent) / "metrics.jsonl"
+    source = (folder.parent if folder.is_file() else folder) / "metrics.jsonl"
+    if not source.is_file() and checkpoint is None and folder == Path("out/cipher"):         # the newest run, as find_checkpoint has it
+        source = max(Path("out").glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime, default=source)
     if not source.is_file():
         raise UserError(f"{source}: no such file - give the folder of a run by --out_dir")
     rows = []
-    for line in source.read_text(encoding="utf-8").splitlines():
+    for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:                          # the line a kill has cut off
             pass
-    training, validation = [r for r in rows if r.get("ce") is not None], [r for r in rows if r.get("val_ce") is not None]
+    have = lambda row, *names: isinstance(row, dict) and all(row.get(name) is not None for name in names)
+    training, validation = [r for r in rows if have(r, "step", "tokens", "ce", "lr", "tokens_per_s", "overlap", "load", "hours")], [r for r in rows if have(r, "step", "val_ce")]
     if not training:
         raise UserError(f"{source}: no step of training in it yet")
     steps = [r["step"] for r in training]
@@ -438,7 +459,7 @@ def draw_metrics() -> None:
     axes["loss"].plot(steps, [r["ce"] for r in training], color="0.75", lw=1, label="training")
     smooth, value = [], training[0]["ce"]
     for i, r in enumerate(training):
-        value += max(0.1, 1 / (i + 1)) * (r["ce"] - value)
+        value += max(1 / (i + 1), min(1, 10 / len(training))) * (r["ce"] - value)
         smooth.append(value)
     axes["loss"].plot(steps, smooth, color="C0", label="training, smoothed")
     axes["loss"].plot([r["step"] for r in validation], [r["val_ce"] for r in validation], "o-", color="C3", ms=3, label="validation")
@@ -451,7 +472,10 @@ def draw_metrics() -> None:
     axes["overlap"].plot(steps, [r["overlap"] for r in training])
     axes["overlap"].axhline(0.3, color="C3", ls=":", lw=1)
     axes["overlap"].set(ylabel="overlap", xlabel="step", ylim=(0, max(0.35, *(r["overlap"] for r in training))))
-    loads = np.array([r["load"] for r in training], float)                           # [steps, L, P, E], shares
+    try:
+        loads = np.array([r["load"] for r in training], float)                       # [steps, L, P, E], shares
+    except ValueError:                              # of different models
+        loads = np.zeros(0)
     if loads.size:
         n, L, _, E = loads.shape
         image = axes["loads"].imshow(E * loads.reshape(n, -1).T, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=0, vmax=2, extent=(steps[0], steps[-1] + 1e-9, L * P * E, 0))
@@ -489,7 +513,8 @@ def scorecard(file: Path, place: torch.device, number: torch.dtype, said: str) -
     tok = load_tokenizer(Path(folder) / "tokenizer.json", settings["tokenizer_sha256"])
     val, train = (TokenStream(folder, split, model.config.seq_len, 0) for split in ("val", "train"))
     n = min(val.n_windows, max(1, eval_tokens // model.config.seq_len))
-    print(f"{file}: step {settings['step']}; {said}; {n * model.config.seq_len:,} validation tokens of {folder}")
+    print(f"{file}: step {settings['step']}; {said}; {n * model.config.seq_len:,} validation tokens of {folder}"
+          + (f" (what {data_dir} holds is not what it was trained on)" if folder != data_dir and (Path(data_dir) / "manifest.json").exists() else ""))
     starts = [val.windows[val.window_number(i)] for i in range(n)]
     bytes_of, sources = token_bytes(tok), token_sources(val, manifest)
     text = b"".join(bytes_of[i] for _, targets in [val.batch(0, n)] for i in targets.flatten().tolist())

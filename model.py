@@ -821,20 +821,21 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
 def find_checkpoint(checkpoint: str | None, out_dir: str | Path) -> Path:
     """Resolve the setting checkpoint (a file, a run's folder or None) to a file.
 
-    In a folder the best by validation loss, else the newest. None: in out_dir, or else in the run below out/ whose
-    newest checkpoint was written last.
+    In a folder the best by validation loss, else the newest. None: in out_dir, or, where that is the default and empty,
+    in the run below out/ whose newest checkpoint was written last.
     """
     if checkpoint is not None and Path(checkpoint).is_file():
         return Path(checkpoint)
     folder = Path(checkpoint or out_dir)
     found = list_checkpoints(folder)
-    if not found and checkpoint is None:
+    anywhere = checkpoint is None and Path(out_dir) == Path("out/cipher")
+    if not found and anywhere:
         runs = [newest[-1] for run in Path("out").glob("*") if (newest := list_checkpoints(run))]
         if runs:
             folder = max(runs, key=lambda p: p.stat().st_mtime).parent
             found = list_checkpoints(folder)
     if not found:
-        raise UserError(f"{folder}: no checkpoint here" + (" nor in any folder below out" if checkpoint is None else "") +
+        raise UserError(f"{folder}: no checkpoint here" + (" nor in any folder below out" if anywhere else "") +
                         " - train one first (python train.py), or give --checkpoint=FILE or --out_dir=FOLDER")
     best = folder / "best.json"
     if best.is_file():
@@ -852,6 +853,8 @@ def read_checkpoint(path: str | Path, mmap=False) -> dict:
     path, side = Path(path), Path(f"{path}.sha256")
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
+    if (named := re.fullmatch(r"step_([0-9]+)\.pt", path.name)) is None and not side.is_file():
+        raise UserError(f"{path}: no checkpoint (step_N.pt, or another file with its .sha256 beside it)")
     if not side.is_file():
         raise UserError(f"{path}: its hash file {side.name} is missing - copy it from the training machine too")
     if settings_rule.sha256_file(path).encode() != side.read_bytes()[:64]:
@@ -863,6 +866,8 @@ def read_checkpoint(path: str | Path, mmap=False) -> dict:
         architecture(state["settings"]), Path(state["settings"]["data_dir"]), state["step"] + 1, state["tokenizer_sha256"] + ""
         if wrong := [name for name, tensor in state["model"].items() if tensor.dtype != torch.float32]:
             raise ValueError(f"{wrong[0]} is not FP32")
+        if named and int(named[1]) != state["step"]:
+            raise ValueError(f"the checkpoint of step {state['step']} under another's name")
     except Exception as error:                      # unpickling a foreign file can raise nearly anything
         raise UserError(f"{path}: not a checkpoint of Cipher ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]})") from None
     return state

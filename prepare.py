@@ -73,6 +73,9 @@ CODE_SUFFIXES = set(""".py .pyi .js .mjs .jsx .ts .tsx .java .kt .scala .c .h .c
 WORK = ("spool.jsonl", "records", "tally.json", "encoding", "moving")      # in .building, never moved into place
 SHARD = re.compile(r"(train|val)_\d{5}\.pt")
 OURS = re.compile(SHARD.pattern + r"|tokenizer\.json|step_\d+\.pt")       # what must not be overwritten unasked
+# Folders that prepare.py and train.py have written, by what lies in them, and the files there that are no corpus
+WRITTEN = ({"manifest.json", "tokenizer.json", "curation.md"}, {"config.json", "tokenizer.json", "metrics.jsonl"})
+OUTPUT = re.compile(SHARD.pattern + r"|step_\d+\.pt.*|(manifest|tokenizer|tokenizer_report|config|best|clock|done|preflight|scorecard)\.json|curation\.md|metrics\..*")
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 
 
@@ -118,7 +121,8 @@ def find_files(where: str) -> tuple[str, Iterator[str]]:
     root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
     found = sorted((p for p in glob.glob(path, recursive=True) if not os.path.isdir(p)), key=os.fsencode)
     if not found:
-        raise UserError(f"sources: {where}: no such file or folder, and as a glob it matches no file")
+        raise UserError(f"sources: {where}: no such file or folder, and as a glob it matches no file" + (
+            """ - several are a list: --sources='["one", "two"]'""" if "," in where else " - check the path"))
     return root, iter(found)
 
 
@@ -127,7 +131,8 @@ def walk(folder: str, skipped: set = frozenset()) -> Iterator[str]:
     closed = []                                     # folders that may not be read: as files they are counted unreadable
     for here, folders, files in os.walk(folder, onerror=lambda error: closed.append(error.filename)):
         folders[:] = sorted((f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS | skipped), key=os.fsencode)
-        yield from (os.path.join(here, name) for name in sorted(files, key=os.fsencode) if not name.startswith("."))
+        ours = any(names <= set(files) for names in WRITTEN)
+        yield from (os.path.join(here, name) for name in sorted(files, key=os.fsencode) if not name.startswith(".") and not (ours and OUTPUT.fullmatch(name)))
     yield from closed
 
 
@@ -245,6 +250,9 @@ def read_documents(path: str, place: str, project: str, advance: Callable[[int],
                 number = 0
                 for number, piece in enumerate(pieces(file), 1):
                     advance(raw.tell())
+                    if number == 1 and piece[257:262] == b"ustar":
+                        yield None, place, None, "a tar archive, unpack it"
+                        break
                     yield piece, place + f", piece {number}" * (number > 1), project, None
                 if not number:
                     yield b"", place, project, None
@@ -367,7 +375,7 @@ def read_all(named: dict[str, str], own: Path, building: Path, rules: set, tally
             if reason is not None:
                 account["dropped"][reason] = account["dropped"].get(reason, 0) + 1
                 add_example(account["examples"], reason, place, text)
-                if reason in ("unreadable", "damaged archive", "a JSON array, not lines") and account["dropped"][reason] <= 10:
+                if reason in ("unreadable", "damaged archive", "a JSON array, not lines", "a tar archive, unpack it") and account["dropped"][reason] <= 10:
                     report(f"  {reason}: {place}")
             else:
                 for name, times in scrubbed.items():
@@ -712,7 +720,7 @@ def main():
     del settings["overwrite"], settings["data_dir"]
     tokenizer.check_vocab_size(vocab_size)
     mistakes = [f"{name}={value} must be {bar}" for name, value, bar, good in (
-        ("val_fraction", val_fraction, "between 0 and 0.5", 0 < val_fraction <= 0.5),
+        ("val_fraction", val_fraction, "above 0 and at most 0.5", 0 < val_fraction <= 0.5),
         ("fim_share", fim_share, "between 0 and 1", 0 <= fim_share <= 1),
         ("min_chars", min_chars, "0 or more", min_chars >= 0),
         ("rules_off", rules_off, f"some of {', '.join(curate.RULES)}", not rules_off or set([rules_off] if isinstance(rules_off, str) else rules_off) <= set(curate.RULES)),
@@ -766,7 +774,10 @@ def main():
     records = records[repeats < 0]
     if not len(records):
         raise UserError(f"sources: no usable document in {', '.join(named.values())} "
-                        f"({', '.join(f'{n} {reason}' for reason, n in dropped.items()) or 'no files'})")
+                        f"({', '.join(f'{n} {reason}' for reason, n in dropped.items()) or 'no files'}) - "
+                        + (f"--text_field= names the field that holds the text" if any("in the field" in reason for reason in dropped) else
+                           f"{folder / 'curation.md'} has examples, --rules_off= turns rules off" if dropped else
+                           f"hidden files and folders called {', '.join(sorted(SKIPPED_FOLDERS))} are left out; give the folder of the text itself"))
     is_val = choose_validation(records, val_fraction, print)
     sizes = records["size"].astype(np.int64)
     print(f"    {len(records):,} documents, {sizes.sum() / 1e6:.1f} MB kept, {sum(dropped.values()):,} dropped (why: {folder / 'curation.md'}); "
@@ -785,6 +796,8 @@ def main():
     splits, per_source, stats = tokenize(tok, spool, records, order, is_val, named, building)
     rows = tokenizer.gates(tok, vocab_size, stats, seed)
     tokenizer.print_gates(rows)
+    if failed := [row["gate"] for row in rows if not row["passed"]]:
+        print(f"  warning: the tokenizer fails {', '.join(failed)} - look at curation.md for text that is none, give more text, or set another --vocab_size")
     config.write_text(building / "tokenizer_report.json", json.dumps(dict(gates=rows, statistics=stats), indent=1) + "\n")
     for name, account in tally["sources"].items():
         per_source[name] |= dict(dropped=dict(sorted(account["dropped"].items())), scrubbed=dict(sorted(account["scrubbed"].items())))
@@ -797,8 +810,7 @@ def main():
     move_into_place(building, folder)
     print(f"{folder}: ready")
     print_summary(manifest)
-    config_file = config.config_argument()
-    print(f"next: python train.py{config_file and ' ' + config_file}")
+    print(f"next: {config.command('train.py')}")
 
 
 # ----------------------------------------------------------------------------------------------------------

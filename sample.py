@@ -9,6 +9,7 @@
 Reads the checkpoint (its hash is checked, weights alone are loaded) and the tokenizer.json beside it. Runs in FP32 on the
 CPU or a small GPU, in BF16 where the GPU has it. The text goes to standard output, everything else to standard error.
 """
+import json
 import sys
 import time
 from contextlib import redirect_stdout
@@ -63,6 +64,15 @@ def find_tokenizer(file: Path, settings: dict) -> Path:
     """The tokenizer.json beside a checkpoint, else in the data folder it was trained from, else in data_dir."""
     places = [file.parent, Path(settings["data_dir"]), Path(data_dir)]
     return next((p / "tokenizer.json" for p in places if (p / "tokenizer.json").is_file()), file.parent / "tokenizer.json")
+
+
+def trained_to_fill(settings: dict) -> bool:
+    """Tell whether filling in the middle was in the training text; True where the manifest is not here to say."""
+    try:
+        sources = json.loads((Path(settings["data_dir"]) / "manifest.json").read_text(encoding="utf-8"))["sources"].values()
+        return any(source["fim_documents"] for source in sources)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return True
 
 
 def say(text: str) -> None:
@@ -141,6 +151,8 @@ def main():
 
     if broken := [name for name, tensor in model.named_parameters() if not torch.isfinite(tensor).all()]:
         raise UserError(f"{file}: {broken[0]} is not finite, the run that made it broke down - take an earlier checkpoint")
+    if suffix is not None and not trained_to_fill(settings):
+        print("warning: no document was re-ordered for filling in the middle (fim_share in prepare.py): what stands between will not fit", file=sys.stderr)
     context = autocast(place, number)
     if serve is not None:
         import server

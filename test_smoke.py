@@ -71,7 +71,9 @@ RUN = dict(max_tokens=STEPS * STEP_TOKENS, batch_size=2, grad_accum=2, lr=1e-3, 
 
 def call(module, *argv):
     """Run a script's main here, as if started with argv; returns (exit code, all it printed). A traceback fails the test."""
-    handlers = {which: signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {which: signal.getsignal(which) for which in (getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))}
+    if handlers[signal.SIGINT] == signal.SIG_IGN:    # started in the background by a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     before, text, code = sys.argv, io.StringIO(), 0
     sys.argv = [module.__file__, *map(str, argv)]
     try:
@@ -214,8 +216,9 @@ def test_option_of_another_script_names_that_script():
 
 def test_stray_arguments_are_refused_with_a_hint(tmp_path):
     (tmp_path / "one.py").write_text("lr = 1e-3\n")
-    text = refusal(tmp_path / "one.py", "config/local_cpu.py", "--resume", "-lr")
-    assert "config/local_cpu.py: a second config file" in text and "write --resume=value" in text and "write --lr=value" in text
+    text = refusal(tmp_path / "one.py", "config/local_cpu.py", "--resume", "--seed", "5", "-lr")
+    assert "config/local_cpu.py: a second config file" in text and "write --resume=True" in text and "write --lr=VALUE" in text
+    assert "write --seed=5" in text and "5: a second config file" not in text
     assert 'did you mean "config/local_cpu.py"?' in refusal("config/localcpu.py")
 
 
@@ -384,7 +387,7 @@ def seed_file(path, spelling, corpus):
 def test_a_seed_vocabulary_keeps_its_ids_and_is_completed(tmp_path, corpus, spelling):
     want = seed_file(tmp_path / "seed.json", spelling, corpus)
     code, output = call(prepare, f"--sources={corpus}", f"--data_dir={tmp_path / 'data'}", "--vocab_size=2048", f"--seed_vocab={tmp_path / 'seed.json'}")
-    assert code == 0 and re.search(rf"specials at their ids +{len(want)} ", output), output
+    assert code == 0 and re.search(rf"tokens of the seed at their ids +{len(want)} ", output), output
     tok = tokenizer.load_tokenizer(tmp_path / "data/tokenizer.json")
     bytes_of = tokenizer.token_bytes(tok)
     for token, i in want.items():
@@ -606,6 +609,24 @@ def test_files_of_others_are_neither_read_nor_replaced(tmp_path):
     assert call(prepare, *argv, "--overwrite=True")[0] == call(prepare, *argv, "--overwrite=True")[0] == 0
     assert prepare.read_manifest(tmp_path / "in/data")["sources"]["in"]["documents"] == 9          # not what it wrote itself
     assert (tmp_path / "in/data/train_best.pt").read_bytes() == b"mine"
+
+
+def test_archives_and_what_prepare_and_train_have_written_are_no_corpus(tmp_path, data, reference):
+    import tarfile
+    folder = tmp_path / "code"
+    write_files(folder, {f"p{i}/a.py": "".join(f"def f{i}_{n}(x):\n    return x + {n} * {i}\n" for n in range(60)) for i in range(12)})
+    with tarfile.open(folder / "all.tar.gz", "w:gz") as archive:
+        for i in range(12):
+            archive.add(folder / f"p{i}/a.py", f"p{i}/a.py")
+    shutil.copytree(data, folder / "data/mine")
+    shutil.copytree(reference, folder / "out/mine", ignore=lambda *_: ["done.json"])
+    write_files(folder, {"out/mine/notes.txt": "A note of mine, which is text that lies beside a run, long enough to be kept as a document.\n" * 2})
+    code, text = call(prepare, f"--sources={folder}", f"--data_dir={folder}", "--vocab_size=300", "--rules_off=[\"near duplicate\", \"repetitive\"]")
+    assert code == 0 and "a tar archive, unpack it: all.tar.gz" in text, text
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 13 and manifest["dropped"] == {"a tar archive, unpack it": 1}
+    code, text = call(prepare, f"--sources={folder}", f"--data_dir={tmp_path / 'again'}", "--vocab_size=300", "--rules_off=[\"near duplicate\", \"repetitive\"]")
+    assert json.loads((tmp_path / "again/manifest.json").read_text())["splits"] == manifest["splits"]
 
 
 def test_a_source_that_may_not_be_read_is_counted(tmp_path, monkeypatch):
@@ -1832,6 +1853,95 @@ def test_keep_checkpoints_spares_the_newest_the_best_and_the_one_before_the_cool
     assert_same_run(out, reference)                                  # and saving often changes nothing
 
 
+def test_the_best_checkpoint_and_what_is_put_in_the_way_survive(tiny, tmp_path, monkeypatch):
+    """The best by a scripted validation loss is an early one; a checkpoint that may not be removed is a warning, a folder in a checkpoint's place an error."""
+    real, losses = train.mean_ce, iter([3.0, 1.0, 2.0, 2.0, 2.0])
+    monkeypatch.setattr(train, "mean_ce", lambda model, batches, *rest: [*batches] and next(losses) if not isinstance(batches, list) else real(model, batches, *rest))
+    monkeypatch.setattr(train, "BEST_SAVE_SECONDS", 0)
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda self, *args, **kwargs: (_ for _ in ()).throw(PermissionError(1, "in use", str(self))) if self.name == "step_00000003.pt"
+                        else unlink(self, *args, **kwargs))
+    out = tmp_path / "out"
+    code, text = call(train, tiny, f"--out_dir={out}", "--checkpoint_minutes=1e-6", "--keep_checkpoints=1")
+    assert code == 0 and "warning: step_00000003.pt was not removed" in text
+    assert json.loads((out / "best.json").read_text())["step"] == 10 and {int(p.stem[5:]) for p in out.glob("step_*.pt")} == {3, 10, 17, 20}
+    blocked = tmp_path / "blocked"
+    (blocked / "step_00000020.pt").mkdir(parents=True)
+    losses = iter([3.0] * 9)
+    code, text = call(train, tiny, f"--out_dir={blocked}")
+    assert code == 2 and "could not be saved" in text and not (blocked / "done.json").exists()
+
+
+def test_a_checkpoint_under_anothers_name_is_passed_over_and_a_hash_alone_goes(tiny, reference, tmp_path):
+    out = used_copy(reference, tmp_path / "out")
+    newest = model_py.list_checkpoints(out)[-1]
+    shutil.copy(newest, out / "step_00000099.pt")
+    (out / "step_00000099.pt.sha256").write_text(f"{hashlib.sha256(newest.read_bytes()).hexdigest()}  step_00000099.pt\n")
+    (out / "step_00000007.pt.sha256").write_text("0" * 64 + "  step_00000007.pt\n")
+    (out / "step_00000008.pt.tmp").mkdir()
+    code, text = call(train, tiny, f"--out_dir={out}")
+    assert code == 0 and "under another's name" in text and f"resumed from {newest}" in text and "set aside as step_00000099.pt.damaged" in text
+    assert all(Path(str(side).removesuffix(".sha256")).is_file() for side in out.glob("*.sha256"))
+    checked = subprocess.run(["sha256sum", "-c", *(p.name for p in out.glob("*.sha256"))], cwd=out, capture_output=True)
+    assert checked.returncode == 0
+
+
+def test_what_was_logged_before_a_new_beginning_is_kept(tiny, reference, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(reference, out)
+    for path in [*out.glob("step_*"), out / "done.json", out / "best.json"]:
+        path.unlink()
+    before = (out / "metrics.jsonl").read_bytes()
+    assert call(train, tiny, f"--out_dir={out}", f"--max_tokens={2 * STEP_TOKENS}")[0] == 0
+    assert (out / "metrics.jsonl.old").read_bytes() == before and len(rows(out)) == 3
+
+
+def test_a_new_budget_and_another_weight_decay_are_taken_up(tiny, reference, tmp_path):
+    out = used_copy(reference, tmp_path / "out")
+    for path in model_py.list_checkpoints(out)[1:]:
+        path.unlink()
+    rewrite(model_py.list_checkpoints(out)[0], lambda content: content.update(end=0.5, since_best=3))        # an early stop was on its way
+    code, text = call(train, tiny, f"--out_dir={out}", f"--max_tokens={2 * STEPS * STEP_TOKENS}", "--weight_decay=0.07")
+    state = checkpoint(out, 2 * STEPS)
+    assert code == 0 and state["end"] == 1.0 and [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.07, 0.0], text
+
+
+def test_the_gradient_is_clipped_at_grad_clip(tiny, tmp_path, monkeypatch):
+    clip, norms = torch.nn.utils.clip_grad_norm_, []
+
+    def clip_grad_norm_(parameters, *args, **kwargs):
+        parameters = list(parameters)
+        before = clip(parameters, *args, **kwargs)
+        norms.append((before.item(), math.sqrt(sum((p.grad.double() ** 2).sum().item() for p in parameters))))
+        return before
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_grad_norm_)
+    assert call(train, tiny, f"--out_dir={tmp_path / 'out'}", f"--max_tokens={3 * STEP_TOKENS}", "--grad_clip=0.05")[0] == 0
+    assert all(before > 0.05 and after == pytest.approx(0.05, rel=1e-3) for before, after in norms) and len(norms) == 3
+
+
+def test_saves_come_by_the_clock_a_failed_one_again_in_a_minute_a_new_best_every_five(tiny, tmp_path, monkeypatch):
+    now, tick = fake_clock(monkeypatch)
+    with monkeypatch.context() as patch:
+        on_clip(patch, {n: tick(20) for n in range(1, 99)})
+        full_disk(patch, lambda n: n == 1)
+        code, text = call(train, tiny, f"--out_dir={tmp_path / 'a'}", "--checkpoint_minutes=2", "--eval_interval=1000", "--cooldown=0.05")
+    assert code == 0 and "step_00000006.pt was NOT saved" in text
+    assert [int(p.stem[5:]) for p in model_py.list_checkpoints(tmp_path / "a")] == [9, 15, 20]
+    losses, real = iter(range(99, 0, -1)), train.mean_ce
+    monkeypatch.setattr(train, "mean_ce", lambda model, batches, *rest: [*batches] and float(next(losses)) if not isinstance(batches, list) else real(model, batches, *rest))
+    on_clip(monkeypatch, {n: tick(60) for n in range(1, 99)})
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'b'}", "--checkpoint_minutes=1000", "--eval_interval=1", "--cooldown=0.05")
+    assert code == 0 and [int(p.stem[5:]) for p in model_py.list_checkpoints(tmp_path / "b")] == [5, 10, 15, 20], text
+
+
+def test_next_commands_carry_the_options(tiny, corpus, tmp_path):
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'my run'}", f"--max_tokens={2 * STEP_TOKENS}", "--lr=2e-3")
+    next_line = text.splitlines()[-1]
+    assert f"python sample.py {tiny} '--out_dir={tmp_path / 'my run'}'" in next_line and next_line.endswith(f"python evaluate.py {tiny} '--out_dir={tmp_path / 'my run'}'")
+    code, text = call(prepare, f"--sources={corpus}", f"--data_dir={tmp_path / 'd'}", "--vocab_size=512")
+    assert text.splitlines()[-1] == f"next: python train.py --data_dir={tmp_path / 'd'} --vocab_size=512"
+
+
 def test_another_run_is_refused_with_its_differences(tiny, reference, data, tmp_path):
     out = used_copy(reference, tmp_path / "out")
     before = {p.name: p.read_bytes() for p in out.iterdir()}
@@ -1948,6 +2058,7 @@ def test_learning_rate_warms_up_holds_and_cools_down(monkeypatch):
     assert lrs[:10] == pytest.approx([(i + 1) / 10 for i in range(10)]) and set(lrs[10:800]) == {1.0} and set(rates[:800]) == {0.02}
     assert lrs[900] == pytest.approx(0.55) and lrs[1000] == pytest.approx(0.1) and rates[900] == pytest.approx(0.01) and rates[1000] == 0
     assert train.schedule_factors(0, 20, 0)[0] == pytest.approx(0.5) and train.schedule_factors(2, 20, 0)[0] == 1   # a tenth of the run at most
+    assert train.schedule_factors(20, 10 ** 6, 0.1)[0] == 1 > train.schedule_factors(4, 10 ** 6, 0.1)[0] == 0.5    # the clock ends a run of unknown steps
     monkeypatch.setattr(train, "schedule", "cosine")
     lrs = [train.schedule_factors(step, 1000, step / 1000)[0] for step in range(10, 1001)]
     assert lrs == sorted(lrs, reverse=True) and lrs[490] == pytest.approx(0.55) and lrs[-1] == pytest.approx(0.1)
@@ -2013,6 +2124,59 @@ def test_a_kill_forgets_seconds_and_a_change_of_speed_or_a_first_evaluation_at_t
     assert seconds - 3 - slow - train.CLOCK_SECONDS < spent <= seconds + slow and training[-1]["lr"] < 0.4e-3, (spent, training[-1])
 
 
+def fake_clock(monkeypatch):
+    """A clock that stands still unless it is told to move: a list with the seconds."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now, lambda seconds: lambda *_: now.__setitem__(0, now[0] + seconds)
+
+
+@pytest.mark.parametrize("pause", ["a step", "an evaluation"])
+def test_a_pause_costs_its_own_time_alone(tiny, tmp_path, monkeypatch, pause):
+    """Of 200 s: steps of 1 s, evaluations of 0.5 s, and a pause of 50 s in step 10 or in the evaluation behind step 20."""
+    now, tick = fake_clock(monkeypatch)
+    batch, evaluations = TokenStream.batch, itertools.count(1)
+
+    def val_batch(self, first, count):
+        if self.seed == 0 and count > 1:
+            tick(50 if pause == "an evaluation" and next(evaluations) == 1 else 0.5)()
+        return batch(self, first, count)
+    monkeypatch.setattr(TokenStream, "batch", val_batch)
+    on_clip(monkeypatch, {n: tick(51 if pause == "a step" and n == 10 else 1) for n in range(1, 999)})
+    out = tmp_path / "out"
+    code, text = call(train, tiny, f"--out_dir={out}", f"--max_hours={200 / 3600}", "--max_tokens=100_000", "--eval_interval=20", "--eval_tokens=128", "--batch_size=4", "--grad_accum=1")
+    training = [row for row in rows(out) if "ce" in row]
+    assert code == 0 and "before the cooldown" not in text and 180 < now[0] <= 202 and len(training) > 120 and training[-1]["lr"] < 0.2e-3, (text, now)
+
+
+def test_a_run_whose_clock_is_used_up_says_so(tiny, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    write_files(out, {"clock.json": '{"hours": 1.5}', "config.json": '{"bias_update_rate": 0.01}'})
+    for _ in range(2):
+        code, text = call(train, tiny, f"--out_dir={out}", "--max_hours=1")
+        assert code == 2 and "max_hours=1.0: used up (1.50 hours" in text and not (out / "done.json").exists(), text
+    assert call(train, tiny, f"--out_dir={out}", "--max_hours=10")[0] == 0
+    now, tick = fake_clock(monkeypatch)                              # behind the end of the budget in one stride
+    on_clip(monkeypatch, {n: tick(1) for n in range(1, 10)} | {10: tick(99)})
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'jump'}", f"--max_hours={60 / 3600}", "--max_tokens=100_000", "--eval_interval=1000")
+    assert code == 0 and "the clock ran out before the cooldown" in text, text
+
+
+def test_the_clock_is_noted_inside_an_evaluation_too(tiny, tmp_path, monkeypatch):
+    now, tick = fake_clock(monkeypatch)
+    batch, calls = TokenStream.batch, itertools.count(1)
+
+    def val_batch(self, first, count):
+        if self.seed == 0:
+            if next(calls) == 3:
+                raise KeyboardInterrupt             # killed in the evaluation's third batch
+            tick(10)()
+        return batch(self, first, count)
+    monkeypatch.setattr(TokenStream, "batch", val_batch)
+    assert call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--max_hours=1")[0] == 130
+    assert json.loads((tmp_path / "out/clock.json").read_text())["hours"] * 3600 >= now[0] - 10 - train.CLOCK_SECONDS
+
+
 def test_the_run_is_forecast_from_its_first_steps(tiny, data, tmp_path, monkeypatch):
     code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--gpu_dollars_per_hour=3600", "--max_hours=1")
     line = next(line for line in text.splitlines() if line.startswith("measured: "))
@@ -2042,6 +2206,14 @@ def test_non_finite_gradient_costs_one_step_and_no_weight(tiny, tmp_path, monkey
     assert all(torch.equal(a, b) for a, b in zip(*snapshots)) and len(updates) == STEPS - 1
     state = checkpoint(tmp_path / "out")
     assert all(t.isfinite().all() for t in leaves(state["model"])) and {int(s["step"]) for s in state["optimizer"]["state"].values()} == {STEPS - 1}
+
+
+def test_only_steps_in_a_row_are_counted(tiny, tmp_path, monkeypatch):
+    def poison(parameters):
+        parameters[0].grad[0] = float("nan")
+    on_clip(monkeypatch, {n: poison for n in range(2, STEPS + 1) if n != 11})        # nine, one that is well, nine
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}")
+    assert code == 0 and "(9 in a row)" in text and "(10 in a row)" not in text and "gone back" not in text, text
 
 
 def test_non_finite_gradients_in_a_row_end_the_run(tiny, tmp_path, monkeypatch):
@@ -2221,6 +2393,36 @@ def test_a_missing_optional_package_is_named_with_its_command(tiny, reference, t
     assert code == 2 and f"pip install {package}" in text and "Traceback" not in text, text
 
 
+def test_a_broken_tracker_costs_a_line(tiny, tmp_path, monkeypatch):
+    for name in ("wandb", "tensorboard"):
+        write_files(tmp_path, {f"broken/{name}/__init__.py": "raise AttributeError('broken installation')"})
+    monkeypatch.syspath_prepend(tmp_path / "broken")
+    for name in [*sys.modules]:
+        if name.split(".")[0] in ("wandb", "tensorboard") or name.startswith("torch.utils.tensorboard"):
+            monkeypatch.delitem(sys.modules, name)
+    code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", f"--max_tokens={2 * STEP_TOKENS}", "--wandb_log=True", "--tensorboard_log=True")
+    assert code == 0 and "tensorboard does not start" in text and "wandb does not start" in text and "going on without" in text, text
+
+
+@pytest.mark.slow
+def test_preflight_begins_in_an_empty_folder_and_leaves_no_stamp_process_or_file_of_others(tiny, reference, tmp_path):
+    out = tmp_path / "out"
+    write_files(out, {"preflight/notes.txt": "mine"})
+    shutil.copytree(reference, out / ".preflight")                   # a finished run, as one that was killed leaves behind
+    code, text = call(train, tiny, f"--out_dir={out}", "--preflight=True")
+    assert code == 0 and "bit for bit" in text and (out / "preflight/notes.txt").read_text() == "mine", text
+    process = start("train.py", tiny, f"--out_dir={out}", "--preflight=True", folder=tmp_path, inject="import torch\nsave = torch.save\n"
+                    "def torch_save(*args):\n    import time\n    time.sleep(30)\n    save(*args)\ntorch.save = torch_save\n")
+    deadline = time.time() + 60
+    while not (out / ".preflight/metrics.jsonl").exists() and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "preflight"]         # the stamp of before is gone too
+    time.sleep(1)
+    assert not (out / ".preflight").exists()                         # nobody is left to write there
+
+
 @pytest.mark.slow
 def test_preflight_rehearses_the_run_and_its_stamp_knows_what_it_vouches_for(tiny, data, tmp_path):
     out, argv = tmp_path / "out", [tiny, f"--out_dir={tmp_path / 'out'}", "--require_bf16=True", "--tensorboard_log=True", "--max_hours=3"]
@@ -2251,7 +2453,16 @@ torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
 import torch
 set_rng_state = torch.set_rng_state
 torch.set_rng_state = lambda state: None             # the resumed part draws other dropout
-""", "save and resume  FAIL")])
+""", "save and resume  FAIL"), ("""
+import torch
+save, saves = torch.save, []
+def torch_save(*args):
+    saves.append(1)
+    if len(saves) == 1:
+        raise OSError(28, "No space left on device")
+    save(*args)
+torch.save = torch_save
+""", "NOT saved")])
 def test_preflight_fails_where_the_run_would(tiny, tmp_path, monkeypatch, inject, says):
     (tmp_path / "sitecustomize.py").write_text(inject)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -2839,6 +3050,20 @@ def test_verification_finds_what_is_wrong_with_a_downloaded_checkpoint(tiny, ref
         code, text = call(evaluate, f"--verify={bad}", "--device=cpu")
         assert code == 1 and says in text and f"{len(names) - 1} whole, 1 not" in text and "Traceback" not in text, text
         assert call(evaluate, f"--verify={bad / names[0]}", "--device=cpu")[0] == 0
+    def no_moments(content):
+        content["optimizer"]["state"][0]["exp_avg"][:] = math.nan
+    for spoil, says, whole, not_whole in (
+            (lambda out: (out / names[-1]).unlink(), f"{names[-1]} is not here", len(names) - 1, 1), (lambda out: (out / f"{names[-1]}.part").write_text("x"), ".part", len(names), 1),
+            (lambda out: (out / "step_00000099.pt").symlink_to("nowhere"), "step_00000099.pt", len(names), 1), (lambda out: (out / "step_00000098.pt").mkdir(), "step_00000098.pt", len(names), 1),
+            (lambda out: (out / "best.json").write_text('{"file": "step_00000077.pt"}'), "step_00000077.pt is not here", len(names), 1),
+            (lambda out: rewrite(out / names[-1], no_moments), "cannot go on", len(names) - 1, 1), (lambda out: rewrite(out / names[-1], lambda c: c.pop("optimizer")), "cannot go on", len(names) - 1, 1)):
+        bad = used_copy(reference, tmp_path / f"bad{time.monotonic_ns()}")
+        spoil(bad)
+        code, text = call(evaluate, f"--verify={bad}", "--device=cpu")
+        assert code == 1 and says in text and f"{whole} whole, " in text, text
+    other = used_copy(reference, tmp_path / "other")
+    rewrite(other / names[-1], lambda content: content.update(manifest_sha256="0" * 64))
+    assert f"not recomputed: {data} holds other data" in call(evaluate, f"--verify={other}", "--device=cpu")[1]
     for name in names:                                               # on another machine the data is not there
         rewrite(out / name, lambda content: content["settings"].update(data_dir="nowhere"))
     code, text = call(evaluate, f"--verify={out}", "--device=cpu", "--data_dir=nowhere")
@@ -2846,13 +3071,23 @@ def test_verification_finds_what_is_wrong_with_a_downloaded_checkpoint(tiny, ref
     assert call(evaluate, f"--verify={tmp_path}")[0] == 2
 
 
-def test_the_picture_is_drawn_from_the_metrics_alone(reference, tmp_path):
+def test_the_picture_is_drawn_from_the_metrics_alone(reference, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     write_files(tmp_path, {"run/metrics.jsonl": (reference / "metrics.jsonl").read_bytes() + b'{"step": 2'})
     code, text = call(evaluate, f"--out_dir={tmp_path / 'run'}", "--plot=True")
     assert code == 0 and f"{STEPS} steps logged, 4 evaluations" in text, text
     picture = (tmp_path / "run/metrics.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    odd = b'5\nnull\n[1]\n{"step": 3}\n{"step": 4, "ce": 1.0}\n\xff\xfe\n'
+    torn = json.dumps(json.loads((reference / "metrics.jsonl").read_text().splitlines()[0]) | dict(load=[[[1.0]]])).encode() + b"\n"
+    for extra in (odd, torn):
+        write_files(tmp_path, {"run/metrics.jsonl": (reference / "metrics.jsonl").read_bytes() + extra})
+        code, text = call(evaluate, f"--out_dir={tmp_path / 'run'}", "--plot=True")
+        assert code == 0 and f"{STEPS + (extra is torn)} steps logged" in text, text
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tmp_path / "run", "out/some")
+    code, text = call(evaluate, "--plot=True")                       # the newest run, as the scorecard takes it
+    assert code == 0 and "metrics.png" in text and (tmp_path / "out/some/metrics.png").is_file(), text
     for content, says in (("", "no step"), (None, "no such file")):
         write_files(tmp_path, {"run/metrics.jsonl": content}) if content is not None else (tmp_path / "run/metrics.jsonl").unlink()
         code, text = call(evaluate, f"--out_dir={tmp_path / 'run'}", "--plot=True")
@@ -2913,6 +3148,11 @@ def test_penalised_ids_are_those_of_prompt_and_text_of_every_row(lively):
         assert len(set(row)) == len(row)                             # an endless penalty lets nothing come twice
 
 
+def test_filling_in_is_warned_of_where_it_was_not_trained(reference):
+    code, text = call(sample, f"--out_dir={reference}", "--prompt=a", "--suffix=b", "--max_new_tokens=4")
+    assert code == 0 and "warning: no document was re-ordered" in text
+
+
 def test_a_conversation_goes_on_and_forgets_its_beginning(reference, tmp_path):
     chat = subprocess.run([sys.executable, ROOT / "sample.py", f"--out_dir={reference}", "--chat=True", "--max_new_tokens=8", "--temperature=0"],
                           input="import os\n" + "x = 1\n" * 12 + "\n/new\nimport os\n", text=True, encoding="utf-8", capture_output=True, timeout=120)
@@ -2964,6 +3204,8 @@ def test_newest_run_and_best_checkpoint_are_found(reference, tmp_path, monkeypat
     assert model_py.find_checkpoint(None, "out/cipher").parent.name == "newer"
     best = json.loads((reference / "best.json").read_text(encoding="utf-8"))["file"]
     assert model_py.find_checkpoint("out/older", "out/cipher") == Path("out/older") / best
+    code, text = call(sample, "--out_dir=out/nothere")               # a folder that was asked for is not replaced by another
+    assert code == 2 and f"error: {Path('out/nothere')}: no checkpoint here - " in text, text
     (tmp_path / "out/older/best.json").unlink()
     assert model_py.find_checkpoint(None, "out/older") == Path("out/older") / f"step_{STEPS:08d}.pt"
 

@@ -136,8 +136,10 @@ def read_seed_vocab(path: str | Path, vocab_size: int) -> dict[str, int]:
             given = given["model"]["vocab"] | {token["content"]: token["id"] for token in given.get("added_tokens", ())}
         elif isinstance(given, list):
             given = {token: i for i, token in enumerate(given)} if len(set(given)) == len(given) else None
-        if not given or not all(isinstance(token, str) and token and type(i) is int and 0 <= i < vocab_size for token, i in given.items()):
+        if not given or not all(isinstance(token, str) and token and type(i) is int and i >= 0 for token, i in given.items()):
             raise ValueError(f"it must give different tokens ids from 0 to {vocab_size - 1}")
+        if max(given.values()) >= vocab_size:
+            raise ValueError(f"its ids go up to {max(given.values())}: set --vocab_size={max(given.values()) + 1} or more, it is {vocab_size}")
         spelling = byte_spelling()
         learnt = {token: i for token, i in given.items() if token not in (*CONTROL, *STRUCTURE)}
         characters = set("".join(learnt))
@@ -147,9 +149,9 @@ def read_seed_vocab(path: str | Path, vocab_size: int) -> dict[str, int]:
         if not len(given) == len(vocab) == len(set(vocab.values())):
             raise ValueError("two entries have one id or one spelling")
     except OSError as error:
-        raise UserError(f"seed_vocab: {path}: {error.strerror or error}") from None
+        raise UserError(f"seed_vocab: {path}: {error.strerror or error} - check the path") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"seed_vocab: {path}: not a vocabulary - {error}") from None
+        raise UserError(f"seed_vocab: {path}: not a vocabulary to go on from - {error}") from None
     return vocab
 
 
@@ -338,7 +340,7 @@ def gates(tok: Tokenizer, vocab_size: int, stats: dict, seed: dict[str, int] | N
     used = stats["used"] / learnt
     rows = [
         ("vocabulary size", tok.get_vocab_size(), f"= {vocab_size}", tok.get_vocab_size() == vocab_size),
-        ("specials at their ids", sum(tok.token_to_id(t) == i for t, i in ids.items()), f"= {len(ids)}",
+        ("specials at their ids" if seed is None else "tokens of the seed at their ids", sum(tok.token_to_id(t) == i for t, i in ids.items()), f"= {len(ids)}",
          all(tok.token_to_id(t) == i for t, i in ids.items())),
         (f"round trips failed, of {stats['sampled']}", stats["failed"], "= 0", stats["failed"] == 0 < stats["sampled"]),
         ("bytes per token", round(per_token, 3), "> 2.5", per_token > 2.5),

@@ -10,6 +10,8 @@ Reads data_dir (prepare.py). Writes into out_dir: config.json, tokenizer.json, m
 step_*.pt with their .sha256, best.json, clock.json, and done.json at the end. Starting again resumes from the newest valid
 checkpoint and is, on the CPU, bit for bit the uninterrupted run. Ctrl-C or SIGTERM: finish the step, save, exit 0.
 """
+import collections
+import contextlib
 import gc
 import hashlib
 import importlib.util
@@ -17,6 +19,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -113,6 +116,8 @@ def check_settings() -> None:
     rules = [(min(batch_size, grad_accum, eval_interval, log_interval, max_tokens) >= 1,
               f"batch_size={batch_size}, grad_accum={grad_accum}, eval_interval={eval_interval}, log_interval={log_interval}, "
               f"max_tokens={max_tokens} must all be 1 or more"),
+             (max_tokens <= 10 ** 15 and batch_size * grad_accum * seq_len < 1 << 31,
+              f"max_tokens={max_tokens} must be 10^15 or less, and a step, batch_size={batch_size} x grad_accum={grad_accum} x seq_len={seq_len}, below 2^31 tokens"),
              (schedule in ("wsd", "cosine"), f'schedule={schedule}: must be "wsd" or "cosine"'),
              (0 < cooldown <= 1, f"cooldown={cooldown} must be above 0 and at most 1"),
              (0 <= min_lr <= lr and lr > 0, f"lr={lr} must be positive and min_lr={min_lr} between 0 and lr"),
@@ -122,7 +127,7 @@ def check_settings() -> None:
              (max_hours is None or max_hours > 0, f"max_hours={max_hours} must be positive, or None"),
              (keep_checkpoints is None or keep_checkpoints >= 1, f"keep_checkpoints={keep_checkpoints} must be 1 or more, or None"),
              (patience is None or patience >= 1, f"patience={patience} must be 1 or more, or None"),
-             (checkpoint_minutes > 0, f"checkpoint_minutes={checkpoint_minutes} must be positive"),
+             (checkpoint_minutes >= 1e-6, f"checkpoint_minutes={checkpoint_minutes} must be 1e-6 or more"),
              (0 <= seed < 1 << 63, f"seed={seed} must be from 0 to 2^63 - 1"),
              (max_passes > 0, f"max_passes={max_passes} must be positive"),
              (gpu_dollars_per_hour is None or gpu_dollars_per_hour >= 0, f"gpu_dollars_per_hour={gpu_dollars_per_hour} must not be negative"),
@@ -271,7 +276,8 @@ def schedule_factors(step: int, planned_steps: int, progress: float) -> tuple[fl
         fall = min(1.0, (1 - progress) / cooldown)
     else:
         fall = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    warm = min(1.0, (step + 1) / max(1, min(warmup_steps, math.ceil(0.1 * planned_steps))))
+    # a tenth of a run that the clock ends is not known in steps: then by progress, but in ten steps at least
+    warm = min(1.0, max((step + 1) / max(1, min(warmup_steps, math.ceil(0.1 * planned_steps))), min(progress / 0.1, (step + 1) / 10)))
     return warm * (min_lr + (lr - min_lr) * fall), bias_update_rate * min(1.0, fall)
 
 
@@ -285,7 +291,7 @@ def fresh_state() -> dict:
                 last_eval=-1, val_ce=None, best_val_ce=math.inf, before_cooldown=None,
                 probe=None, run_id=os.urandom(4).hex(),          # for evaluate.py --verify; for wandb
                 since_best=0, end=1.0,                           # evaluations since the best; share of the budget at which the run ends
-                eval_seconds=0.0, save_seconds=0.0)              # the longest so far; the end of the budget is kept for both
+                eval_seconds=0.0, save_seconds=0.0)              # of the last; the end of the budget is kept for both
 
 
 def rng_state(place: torch.device) -> dict:
@@ -325,7 +331,7 @@ WHOLE = {"optimizer", "rng", "tokenizer_sha256", "manifest_sha256", *fresh_state
 
 def is_run_folder(folder: Path) -> bool:
     """True where nothing in a folder without checkpoints would be lost: no file of our names, or those of a run of ours."""
-    if not any((folder / name).exists() for name in ("config.json", "tokenizer.json", "metrics.jsonl", "manifest.json")):
+    if not any((folder / name).exists() for name in ("config.json", "tokenizer.json", "metrics.jsonl", "manifest.json", "best.json", "clock.json", "done.json")):
         return True
     try:
         return "bias_update_rate" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -344,12 +350,15 @@ def newest_valid(folder: Path) -> tuple[Path | None, dict | None]:
             content = read_checkpoint(path)
             if lacking := WHOLE - content.keys():
                 raise UserError(f"{path}: not a whole checkpoint, without {', '.join(sorted(lacking))}")
-        except UserError as error:
+        except (UserError, OSError) as error:
             damaged.append(path)
             print(f"passed over: {error}")
             continue
         for old in damaged:
             config.replace(old, f"{old}.damaged")
+            if (side := Path(f"{old}.sha256")).exists():        # alone it would fail sha256sum -c
+                config.replace(side, f"{side}.damaged")
+            print(f"set aside as {old.name}.damaged")
         return path, content
     if damaged:
         raise UserError(f"{folder}: none of its {len(damaged)} checkpoints is whole - copy them again with their .sha256, or choose another --out_dir")
@@ -466,6 +475,8 @@ def trim_metrics(file: Path, state: dict) -> None:
             return row["step"] < state["step"] or row["step"] == state["step"] and ("val_ce" not in row or state["last_eval"] == row["step"])
         except (ValueError, TypeError, KeyError):               # half a line, or not ours
             return False
+    if not state["step"] and file.exists() and file.stat().st_size:             # of a run that begins anew: what it was is kept
+        config.replace(file, f"{file}.old")
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(True) if file.exists() else []
     config.write_text(file, "".join(line for line in lines if line.endswith("\n") and keep(line)))
 
@@ -498,7 +509,12 @@ def rehearse(settings: dict, hashes: dict, out: Path, place: torch.device, passe
 
     In processes of their own, as a run and its resume are. Without a GPU: one sequence, in FP32, eagerly.
     """
-    folder, small = out / "preflight", place.type == "cpu"
+    folder, small = out / ".preflight", place.type == "cpu"
+    (out / "preflight.json").unlink(missing_ok=True)            # what it vouched for is in doubt now
+    shutil.rmtree(folder, ignore_errors=True)                   # left by one that was killed
+    for name in ("SIGTERM", "SIGHUP"):                          # the process it has started ends with it
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+            signal.signal(getattr(signal, name), lambda which, frame: sys.exit(128 + which))
     sizes = dict(batch_size=1, grad_accum=1, compile=False, require_bf16=False) if small else dict(batch_size=batch_size, grad_accum=grad_accum)
     tokens = 4 * sizes["batch_size"] * sizes["grad_accum"] * seq_len
     changes = sizes | dict(out_dir=str(folder), preflight=False, resume=True, max_tokens=tokens, max_hours=None, max_passes=1e9, schedule="wsd", cooldown=0.6,
@@ -509,8 +525,9 @@ def rehearse(settings: dict, hashes: dict, out: Path, place: torch.device, passe
         for what in ("4 steps, saved before the 3rd and at the end", "steps 3 and 4 again, resumed from the first checkpoint"):
             print(f"  training {what}", flush=True)
             child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace")
-            if child.returncode or not (folder / "done.json").exists():
-                tail = [line for line in child.stdout.splitlines() if "error:" in line] or child.stdout.splitlines()[-1:]
+            saved = (folder / "step_00000002.pt").is_file() and ("resumed from" in child.stdout) == bool(runs)
+            if child.returncode or not (folder / "done.json").exists() or not saved:
+                tail = [line for line in child.stdout.splitlines() if "error:" in line or "NOT saved" in line] or child.stdout.splitlines()[-1:]
                 print("\n".join(tail) + f"\npreflight: FAILED (exit code {child.returncode})")
                 raise SystemExit(1)
             runs.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()])
@@ -563,19 +580,22 @@ def open_trackers(out: Path, settings: dict, state: dict) -> list:
     """Return (name, log(row), close()) for each tracker that is wanted. One that does not answer costs a line, not the run."""
     trackers = []
     if tensorboard_log:
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(out / "tensorboard", purge_step=state["step"] + 1)
-        trackers.append(("tensorboard", lambda row: [writer.add_scalar(name, value, row["step"]) for name, value in curves(row).items()], writer.close))
-    if wandb_log:
-        import wandb
-        for mode in (None, "offline"):              # None: as the environment says
-            try:
-                run = wandb.init(project="cipher", name=out.name, id=state["run_id"], resume="allow", dir=out, config=settings, mode=mode,
-                                 settings=wandb.Settings(init_timeout=5))
-                trackers.append(("wandb", lambda row: run.log(curves(row), step=row["step"]), run.finish))
-                break
-            except Exception as error:              # no network, no login, a full disk, an odd version: each has a class of its own
-                print(f"warning: wandb does not start ({(str(error).splitlines() or [''])[0][:120]}); {'trying offline' if mode is None else 'going on without'}")
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(out / "tensorboard", purge_step=state["step"] + 1)
+            trackers.append(("tensorboard", lambda row: [writer.add_scalar(name, value, row["step"]) for name, value in curves(row).items()], writer.close))
+        except Exception as error:                  # a broken installation, a file in the way: looking on must not end a run
+            print(f"warning: tensorboard does not start ({(str(error).splitlines() or [''])[0][:120]}); going on without")
+    for mode in (None, "offline") if wandb_log else ():         # None: as the environment says
+        try:
+            import wandb
+            run = wandb.init(project="cipher", name=out.name, id=state["run_id"], resume="allow", dir=out, config=settings, mode=mode,
+                             settings=wandb.Settings(init_timeout=5))
+            trackers.append(("wandb", lambda row: run.log(curves(row), step=row["step"]), run.finish))
+            break
+        except Exception as error:                  # no network, no login, a full disk, an odd version: each has a class of its own
+            print(f"warning: wandb does not start ({(str(error).splitlines() or [''])[0][:120]}); {'trying offline' if mode is None else 'going on without'}")
+            with contextlib.suppress(Exception):
                 wandb.teardown()                    # a run that failed to start would hold the id
     return trackers
 
@@ -663,8 +683,8 @@ def main():
         choose_gpu()
     try:
         run(settings)
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
             raise UserError(f"batch_size={batch_size} sequences of {seq_len} tokens do not fit into the memory of {device} - " + (
                 f"--batch_size={batch_size // 2} --grad_accum={grad_accum * 2} trains the same with less" if batch_size > 1 else
                 "set --checkpoint_moe=True, or a smaller model") + "; a run with checkpoints goes on from the newest") from None
@@ -712,7 +732,7 @@ def run(settings: dict) -> None:
                         f"set --vocab_size={manifest['vocab_size']}, or run prepare.py with the same config file")
     passes = max_tokens / (train.n_windows * seq_len)
     if passes > max_passes:
-        raise UserError(f"max_tokens={max_tokens:,} is {passes:.1f} passes over the {train.n_tokens:,} training tokens in {data_dir}, and "
+        raise UserError(f"max_tokens={max_tokens:,} is {passes:.1f} passes over the {train.n_windows:,} training windows of {seq_len} tokens in {data_dir}, and "
                         f"more than about 4 stop paying - prepare more text, or set --max_tokens={int(max_passes * train.n_windows * seq_len)} "
                         f"or --max_passes={math.ceil(passes)}")
     load_tokenizer(Path(data_dir) / "tokenizer.json", manifest["tokenizer_sha256"])
@@ -764,9 +784,11 @@ def run(settings: dict) -> None:
     best, hours_before = share(read_side_files(out, state["hours"]) if rank == 0 else None)
     metrics_file = out / "metrics.jsonl"
     if rank == 0:
-        for leftover in out.glob("step_*.pt*.tmp"):
-            leftover.unlink()
-        shutil.copyfile(Path(data_dir) / "tokenizer.json", out / "tokenizer.json")
+        for leftover in out.glob("step_*.pt*"):     # of a save that was killed: half a file, or a hash without one
+            if leftover.is_file() and re.fullmatch(r"step_[0-9]+\.pt(\.sha256)?\.tmp", leftover.name) or (
+                    re.fullmatch(r"step_[0-9]+\.pt\.sha256", leftover.name) and not leftover.with_suffix("").exists()):
+                leftover.unlink()
+        config.write_text(out / "tokenizer.json", (Path(data_dir) / "tokenizer.json").read_text(encoding="utf-8"))
         config.write_text(out / "config.json", json.dumps(settings, indent=1) + "\n")
         trim_metrics(metrics_file, state)
     metrics = open(metrics_file if rank == 0 else os.devnull, "a", encoding="utf-8", newline="\n", buffering=1)
@@ -788,21 +810,29 @@ def run(settings: dict) -> None:
     # clock: rank 0's, so that all ranks decide alike; look() reads it, and whether any rank was told to stop
     started = time.monotonic()
     seconds = saved_at = best_saved_at = noted_at = 0.0         # since started
-    stopping, step_seconds, measured_seconds = False, 0.0, 0.0
+    stopping, recent, measured_seconds = False, collections.deque(maxlen=9), 0.0      # recent: seconds of the last steps
 
     def look() -> None:
-        nonlocal seconds, stopping
+        nonlocal seconds, stopping, noted_at
         seconds, told = over_ranks(time.monotonic() - started if rank == 0 else 0.0, float(bool(stop)), op="MAX")
         stopping = bool(told)
+        if rank == 0 and seconds - noted_at >= CLOCK_SECONDS:
+            noted_at = seconds
+            try:
+                config.write_text(out / "clock.json", json.dumps(dict(hours=clock())) + "\n")
+            except OSError:                         # a full disk is reported where it costs something, at the checkpoint
+                pass
 
     def clock() -> float:
         return hours_before + seconds / 3600
 
     def progress_now() -> float:
-        # before the first evaluation: a forward pass takes less than half of what a step does to a sequence
-        evaluation = state["eval_seconds"] or 0.5 * step_seconds * n_val / (batch_size * grad_accum)
+        # A forward pass takes less than half of what a step does to a sequence: the guess before the first evaluation. Twice
+        # that bounds what was measured, so that a pause in an evaluation, or in one step of many, does not end the run.
+        guess = 0.5 * statistics.median(recent) * n_val / (batch_size * grad_accum) if recent else 0.0
+        evaluation = min(state["eval_seconds"] or guess, 2 * guess or math.inf)
         reserve = (evaluation + state["save_seconds"]) / 3600
-        by_hours = clock() / max(1e-9, max_hours - reserve) if max_hours else 0.0
+        by_hours = clock() / (max_hours - min(reserve, 0.5 * max_hours)) if max_hours else 0.0
         return max(state["tokens"] / max_tokens, by_hours) / state["end"]
 
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
@@ -853,7 +883,7 @@ def run(settings: dict) -> None:
         if world > 1:
             dist.all_gather_object(rngs, rngs[0])
         failed = ""
-        if rank == 0 and not target.exists():
+        if rank == 0 and not target.is_file():
             try:
                 write_checkpoint(target, dict(model=model.state_dict(), optimizer=optimizer.state_dict(), rng=rngs, settings=settings, **state, **hashes))
             except OSError as error:
@@ -875,9 +905,12 @@ def run(settings: dict) -> None:
         if keep_checkpoints is not None and rank == 0:
             spared = {target.name, best["file"], state["before_cooldown"]}
             for old in list_checkpoints(out)[:-keep_checkpoints]:
-                if old.name not in spared:
-                    old.unlink()
-                    Path(f"{old}.sha256").unlink(missing_ok=True)
+                try:
+                    if old.name not in spared:
+                        old.unlink()
+                        Path(f"{old}.sha256").unlink(missing_ok=True)
+                except OSError as error:            # on Windows a file that is open elsewhere
+                    say(f"warning: {old.name} was not removed ({error})")
 
     def go_back(why: str) -> None:
         """Take up the newest checkpoint, but past the windows read since: they may be what broke the run. Once per checkpoint."""
@@ -940,6 +973,9 @@ def run(settings: dict) -> None:
         # between steps: evaluate, save, stop ------------------------------------------------------------
         progress = progress_now()
         finished, new_best = progress >= 1, False
+        if finished and not state["step"]:
+            raise UserError(f"max_hours={max_hours}: used up ({clock():.2f} hours, with those of earlier starts in {out / 'clock.json'}) before the first step - raise it, "
+                            f"or choose another --out_dir")
         if state["step"] > 0 and (state["step"] % eval_interval == 0 or finished) and state["last_eval"] != state["step"]:
             began = seconds
             try:
@@ -954,7 +990,7 @@ def run(settings: dict) -> None:
             except Interrupted:
                 finished = False                    # the evaluation is done again at resume
             look()
-            state["eval_seconds"] = max(state["eval_seconds"], seconds - began)
+            state["eval_seconds"] = seconds - began
             hold = 1 - cooldown if schedule == "wsd" else 1.0
             if patience is not None and state["since_best"] >= patience and progress < hold:
                 state["end"] *= progress / hold     # what is left is the cooldown, or nothing
@@ -972,7 +1008,7 @@ def run(settings: dict) -> None:
                 continue
             began = seconds
             save()
-            state["save_seconds"] = max(state["save_seconds"], seconds - began)
+            state["save_seconds"] = seconds - began
             best_saved_at = seconds if new_best else best_saved_at
         if finished or stopping:
             break
@@ -1008,17 +1044,12 @@ def run(settings: dict) -> None:
         state["step"] += 1
         state["tokens"] += tokens_per_step
         state["token_offset"] += tokens_per_step
-        step_seconds = seconds - began
-        rate_tokens, rate_seconds = rate_tokens + tokens_per_step, rate_seconds + step_seconds
-        measured_seconds += step_seconds if 1 < steps_here <= 1 + MEASURED_STEPS else 0.0       # the first step of a start is slow
+        if steps_here > 1:                          # the first of a start may compile
+            recent.append(seconds - began)
+        rate_tokens, rate_seconds = rate_tokens + tokens_per_step, rate_seconds + seconds - began
+        measured_seconds += seconds - began if 1 < steps_here <= 1 + MEASURED_STEPS else 0.0       # the first step of a start is slow
         if steps_here == 1 + MEASURED_STEPS:
             forecast(MEASURED_STEPS * tokens_per_step / max(1e-9, measured_seconds))
-        if rank == 0 and seconds - noted_at >= CLOCK_SECONDS:
-            noted_at = seconds
-            try:
-                config.write_text(out / "clock.json", json.dumps(dict(hours=clock())) + "\n")
-            except OSError:                         # a full disk is reported where it costs something, at the checkpoint
-                pass
         bar.update(min(tokens_per_step, max(0, max_tokens - bar.n)))
         if state["step"] > warmup_steps and n_routed and rank == 0:
             watched_load, watched_overlap, watched_steps = watched_load + load, watched_overlap + sums[3] * world, watched_steps + 1
@@ -1037,7 +1068,7 @@ def run(settings: dict) -> None:
                 say(f"warning: loss spike: ce {ce:.2f} at step {state['step']}, {statistics.median(losses):.2f} before - if it stays, stop, delete the checkpoints behind the spike "
                     f"and start again with a lower --lr (now {lr})")
             losses = [*losses[-29:], ce]
-            speed = rate_tokens / rate_seconds
+            speed = rate_tokens / max(1e-9, rate_seconds)          # a coarse clock may stand still
             done = progress_now()
             left = (seconds - seconds_before) / 3600 * max(0, 1 - done) / max(1e-9, done - progress_before)
             write_metrics(dict(
@@ -1057,13 +1088,13 @@ def run(settings: dict) -> None:
         else:
             skipped = 0
 
-    metrics.close()
+    with contextlib.suppress(OSError):              # a full disk: said below, of the checkpoint
+        metrics.close()
     close_trackers()
     bar.close()
     last = out / f"step_{state['step']:08d}.pt"
-    config_file = config.config_argument()
-    again = f"python train.py{config_file and ' ' + config_file}"
-    if rank == 0 and state["step"] > 0 and not last.exists():
+    again = "the same torchrun command" if world > 1 else config.command("train.py")
+    if rank == 0 and state["step"] > 0 and not last.is_file():
         raise UserError(f"{out}: the last checkpoint could not be saved - make room there and start again: {again}")
     if not finished:
         print(f"stopped at step {state['step']}, {progress:.0%} of the budget; {'saved' if state['step'] else 'nothing to save yet'}. Start again to go on: {again}")
@@ -1075,7 +1106,10 @@ def run(settings: dict) -> None:
     print(f"finished: {state['step']} steps, {state['tokens']:,} tokens in {state['hours'] * 60:.1f} minutes"
           + (f" for {state['hours'] * world * gpu_dollars_per_hour:,.2f} dollars" if gpu_dollars_per_hour is not None else "") + f"; validation ce {state['val_ce']:.4f} nats "
           f"per token, best {best['val_ce']:.4f} ({best['file']})")
-    print(f"next: python sample.py{config_file and ' ' + config_file}    and    python evaluate.py{config_file and ' ' + config_file}")
+    if schedule == "wsd" and state["tokens"] < max_tokens * state["end"] and optimizer.param_groups[0]["lr"] > min_lr + 0.5 * (lr - min_lr):
+        print("warning: the clock ran out before the cooldown, in a pause or a slow evaluation: the weights are those of a high learning rate - "
+              "remove done.json and start again with a larger --max_hours")
+    print(f"next: {config.command('sample.py')}    and    {config.command('evaluate.py')}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import errno
 import hashlib
 import math
 import os
+import re
+import shlex
 import sys
 import time
 import traceback
@@ -126,15 +128,22 @@ def override(namespace: dict, argv: list | None = None) -> dict:
         near = difflib.get_close_matches(name, [*own, *others], 1, 0.6)
         mistakes.append(f'{where}: unknown setting "{name}"' + (f' - did you mean "{near[0]}"?' if near else ""))
 
-    for arg in sys.argv[1:] if argv is None else argv:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    while arguments:
+        arg = arguments.pop(0)
         if arg in ("-h", "--help"):
             print((namespace.get("__doc__") or "").strip(), "\n\nSettings and defaults:", sep="")
-            print("\n".join(f"  --{name}={default}" for name, (default, _) in own.items()))
+            lines = Path(namespace["__file__"]).read_text(encoding="utf-8").splitlines()
+            for name, (default, _) in own.items():
+                line = next(line for line in lines if re.match(rf"{name}\b[^#]*=", line))
+                print(f"  {f'--{name}={default}':<36} {line.rpartition('  # ')[2].strip() if '  # ' in line else ''}".rstrip())
             raise SystemExit(0)
         if arg.startswith("-"):
             name, equals, text = arg.lstrip("-").partition("=")
             if not equals:
-                mistakes.append(f"{arg}: write --{name}=value (for example --{name}=True)")
+                is_flag = name in own and own[name][1] == (bool,)       # --name value: the value is no mistake of its own
+                value = arguments.pop(0) if arguments and not arguments[0].startswith("-") and not arguments[0].endswith(".py") else "True" if is_flag else "VALUE"
+                mistakes.append(f"{arg}: write --{name}={value}")
             elif name in own:
                 given.append((arg, name, text, True))
             elif name in others:
@@ -175,9 +184,11 @@ def override(namespace: dict, argv: list | None = None) -> dict:
     return effective
 
 
-def config_argument() -> str:
-    """The config file on the command line, or ""; for messages that name the next command."""
-    return next((arg for arg in sys.argv[1:] if not arg.startswith("-")), "")
+def command(script: str) -> str:
+    """The command that runs a script on what this one was told: the config file and those of the options that it knows too."""
+    known = settings_of(ROOT / script)
+    given = [arg for arg in sys.argv[1:] if not arg.startswith("-") or arg.lstrip("-").partition("=")[0] in known]
+    return " ".join(["python", script, *map(shlex.quote, given)])
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -205,7 +216,9 @@ def run(main) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except OSError as error:                        # no space, no permission, a folder in the way
-        advice = " - free some space, then run the same command again" if error.errno == errno.ENOSPC else ""
+        advice = {errno.ENOSPC: " - free some space, then run the same command again", errno.EEXIST: " - a file is in the way, choose another folder",
+                  errno.ENOTDIR: " - a file is in the way, choose another folder", errno.ENOENT: " - check the path",
+                  errno.EACCES: " - choose another place, or ask for the permission"}.get(error.errno, "")
         print(f"error: {error.filename or 'operating system'}: {error.strerror or error}{advice}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
