@@ -145,7 +145,7 @@ class Engine:
                 raise Refusal(400, f"prompt: must be {FIELDS['prompt'][2]}", "prompt")
             if request["suffix"] is not None:       # the first of prepare.lay_out's two orders
                 before, after, middle = map(self.tok.token_to_id, ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
-                ids = [before, *ids, after, *encode(self.tok, request["suffix"]), middle]
+                ids = [before, *ids[ids[:1] == [self.begin]:], after, *encode(self.tok, request["suffix"]), middle]
             prompts.append((ids, 0) if ids[:1] == [self.begin] else ([self.begin, *ids], 1))
             if (n := len(prompts[-1][0])) + (request["max_tokens"] > 0) > seq_len:
                 raise Refusal(400, f"prompt: {n} tokens with <s>{' and one to come' if request['max_tokens'] else ''} are more than the context of {seq_len} - shorten it", "prompt")
