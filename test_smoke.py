@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import cloud as cloud_py
 import config
 import curate
 import evaluate
@@ -3449,3 +3450,239 @@ def test_the_evaluation_harness_gets_the_losses_of_evaluate(served, reference, t
         while isinstance(value, (list, tuple)):
             value = value[0]
         assert float(value) == pytest.approx(nats("", one["doc"]["question"]), abs=1e-3), one
+
+
+# ----------------------------------------------------------------------------------------------------------
+# cloud and host: a real ssh server on this machine stands for the rented one
+# ----------------------------------------------------------------------------------------------------------
+
+SSHD = shutil.which("sshd") or next((path for path in ("/usr/sbin/sshd",) if os.path.exists(path)), None)
+needs_sshd = pytest.mark.skipif(SSHD is None or not shutil.which("ssh"), reason="no ssh server here (apt-get install openssh-server)")
+
+
+@pytest.fixture(scope="session")
+def rented(tmp_path_factory):
+    """An ssh server on a free port with keys of its own; returns the options for cloud.py that lead there, as host "gpu"."""
+    folder = tmp_path_factory.mktemp("ssh")
+    for name in ("key", "hostkey"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    if os.getuid() == 0:
+        os.makedirs("/run/sshd", exist_ok=True)
+    write_files(folder, {"auth": (folder / "key.pub").read_bytes(), "sshd.conf": f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder / 'hostkey'}\nAuthorizedKeysFile {folder / 'auth'}\n"
+                         "StrictModes no\nUsePAM no\nPermitRootLogin yes\nPasswordAuthentication no\nPidFile none\nSubsystem sftp internal-sftp\n",
+                         "ssh.conf": f"Host gpu\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {folder / 'key'}\n  IdentitiesOnly yes\n  UserKnownHostsFile {folder / 'known'}\n"
+                         f"Host closed\n  HostName 127.0.0.1\n  Port 1\nHost unknown\n  HostName no.such.host.invalid\n"
+                         f"Host stranger\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {folder / 'hostkey'}\n  IdentitiesOnly yes\n  UserKnownHostsFile {folder / 'known'}\n"
+                         f"Host changed\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {folder / 'key'}\n  UserKnownHostsFile {folder / 'other'}\n",
+                         "other": f"[127.0.0.1]:{port} {(folder / 'key.pub').read_text()}"})
+    server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd.conf"], stderr=open(folder / "log", "wb"))
+    for _ in range(100):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            break
+        time.sleep(0.1)
+    yield [f"--ssh_config={folder / 'ssh.conf'}", f"--remote_python={sys.executable}"]
+    server.kill()
+
+
+@pytest.fixture
+def job(tiny, data, tmp_path, rented):
+    """(a folder that is "home", the empty one that is the machine, cloud(command, *options) -> (exit code, text))."""
+    there, home = tmp_path / "rented machine", tmp_path / "at home"
+    home.mkdir()
+
+    def cloud(command, *argv, name="gpu"):
+        return call(cloud_py, command, name, tiny, f"--out_dir={home / 'my run'}", f"--remote_dir={there}", *rented, *argv)
+    return home / "my run", there, cloud
+
+
+def supervisor(there):
+    return json.loads((there / ".supervisor.json").read_text())
+
+
+def until(true, seconds=90):
+    deadline = time.time() + seconds
+    while not true():
+        assert time.time() < deadline, "it did not come"
+        time.sleep(0.2)
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_a_run_on_a_rented_machine_comes_home_as_the_run_here(tiny, reference, job):
+    home, there, cloud = job
+    code, text = cloud("push")
+    assert code == 2 and "no preflight of this run" in text and not there.exists(), text          # the free rehearsal first
+    assert call(train, tiny, f"--out_dir={home}", "--preflight=True")[0] == 0
+    code, text = cloud("push", "--lr=2e-3")
+    assert code == 2 and "the preflight was of other settings" in text and not there.exists(), text
+    code, text = cloud("push", "--dry_run=True")
+    assert code == 0 and "would send train.py" in text and not (there / "train.py").exists(), text
+    assert cloud("train")[0] == 2                                    # nothing there yet
+    code, text = cloud("push")
+    assert code == 0 and "SHA-256 equal" in text, text
+    code, text = cloud("train")
+    assert code == 0 and "preflight: passed" in text and "goes on without this connection" in text, text
+    code, text = finish(start("cloud.py", "watch", "gpu", tiny, f"--out_dir={home}", f"--remote_dir={there}", *rented_options(job), folder=home.parent))
+    assert code == 0 and "done: bring it home" in text and re.search(rf"^ +{STEPS} +2,560 ", text, re.M), text
+    code, text = cloud("train")
+    assert code == 0 and "done there already" in text
+    code, text = cloud("all")
+    assert code == 0 and " 0 to send" in text and "2 checkpoints" in text, text
+    assert supervisor(there)["ended"] == "done" and supervisor(there)["starts"] == 1
+    assert not list(home.glob("*.part")) and not list(there.rglob("*.part"))
+    for path in (there / "out/my run").iterdir():
+        if path.name.startswith("step_") or path.name in cloud_py.SMALL:
+            assert (home / path.name).read_bytes() == path.read_bytes()
+    for one, two in zip(rows(home), rows(reference), strict=True):   # its sums are made by another number of threads
+        assert one["step"] == two["step"] and one.get("ce", 0) == pytest.approx(two.get("ce", 0), abs=1e-3)
+    assert evaluate.list_checkpoints(home) and call(evaluate, f"--verify={home}", "--device=cpu")[0] == 0
+
+
+@needs_sshd
+@pytest.mark.parametrize("transport", ["stream", "rsync", "scp"])
+def test_every_transport_brings_the_same_bytes_both_ways(tiny, reference, job, transport):
+    home, there, cloud = job
+    if transport == "rsync" and not shutil.which("rsync"):
+        pytest.skip("no rsync here")
+    code, text = cloud("push", "--force=True", f"--transport={transport}")
+    assert code == 0 and "SHA-256 equal" in text and f"by {transport}" in text, text
+    assert " 0 to send" in cloud("push", "--force=True", f"--transport={transport}")[1]
+    shutil.copytree(reference, there / "out/my run")
+    code, text = cloud("pull", f"--transport={transport}")
+    assert code == 0 and (home / "done.json").is_file()
+    for path in model_py.list_checkpoints(reference):
+        for name in (path.name, f"{path.name}.sha256"):
+            assert (home / name).read_bytes() == (reference / name).read_bytes()
+
+
+LONG = ["--max_tokens=38400", "--checkpoint_minutes=0.01", "--keep_checkpoints=3"]       # 300 steps
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_trainer_line_and_machine_may_die(tiny, job, tmp_path):
+    home, there, cloud = job
+    assert cloud("push", "--force=True", *LONG)[0] == 0
+    assert cloud("train", "--force=True", *LONG)[0] == 0
+    run = there / "out/my run"
+    code, text = cloud("train", "--force=True", *LONG)
+    assert code == 2 and "going on there already" in text, text      # a second one would spoil both
+    until(lambda: len(list(run.glob("step_*.pt"))) > 1)
+    trainer = [pid for pid in descendants(supervisor(there)["pid"])[1:]]
+    assert len(trainer) == 1
+    for pid in trainer:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: supervisor(there)["starts"] == 2)
+    assert "exit code -9, starting again" in (there / "train.log").read_text()
+    until(lambda: "resumed from" in (there / "train.log").read_text())
+    assert cloud("pull", *LONG)[0] == 0                               # while it trains
+    brought = {path.name for path in model_py.list_checkpoints(home)}
+    assert brought
+    code, text = cloud("stop", *LONG)
+    assert code == 0 and "asked to save" in text
+    until(lambda: supervisor(there)["ended"] == "stopped")
+    shutil.rmtree(there)                                             # the machine is gone; another, empty one stands there
+    code, text = cloud("push", "--force=True", *LONG)
+    assert code == 0 and "it will go on from" in text, text
+    assert cloud("train", "--force=True", *LONG)[0] == 0
+    code, text = cloud("pull", "--every=0.02", *LONG)
+    assert code == 0 and (home / "done.json").is_file()
+    steps = [row["step"] for row in rows(home) if "ce" in row]
+    assert steps == [*range(1, 301)] and "resumed from" in (there / "train.log").read_text()
+    assert brought <= {path.name for path in model_py.list_checkpoints(home)}
+    assert cloud("verify", *LONG)[0] == 0
+
+
+@needs_sshd
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["stream", "rsync"])
+def test_a_copy_that_breaks_off_goes_on_and_never_has_the_final_name(tiny, job, tmp_path, transport):
+    home, there, cloud = job
+    if transport == "rsync" and not shutil.which("rsync"):
+        pytest.skip("no rsync here")
+    content = np.random.default_rng(0).bytes(200 << 20)
+    write_files(there, {"out/my run/step_00000005.pt": content, "out/my run/step_00000005.pt.sha256": f"{hashlib.sha256(content).hexdigest()}  step_00000005.pt\n",
+                        "out/my run/step_00000009.pt.tmp": b"half a file"})
+    part, final = home / "step_00000005.pt.part", home / "step_00000005.pt"
+    process = start("cloud.py", "pull", "gpu", tiny, f"--out_dir={home}", f"--remote_dir={there}", *rented_options(job), f"--transport={transport}", folder=tmp_path)
+    until(lambda: part.exists() and part.stat().st_size > 1 << 20 or final.exists())
+    for pid in descendants(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.communicate()
+    assert part.exists() and not final.exists() and 0 < part.stat().st_size < len(content)
+    arrived = part.stat().st_size
+    time.sleep(0.5)
+    code, text = cloud("pull", f"--transport={transport}")
+    assert code == 0 and final.read_bytes() == content and not part.exists(), text
+    assert float(re.search(r"to bring \(([0-9.]+) MB\)", text)[1]) <= (len(content) - arrived) / 1e6 + 0.1
+    assert "step_00000009.pt" not in {path.name for path in home.iterdir()}
+    final.unlink()
+    part.write_bytes(b"x" * 1000 + content[1000:150_000_000])         # a part with other bytes in it: found out, and brought anew
+    code, text = cloud("pull", f"--transport={transport}")
+    assert code == 0 and final.read_bytes() == content, text
+
+
+def descendants(pid):
+    """The process and all below it."""
+    found = [pid]
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found += descendants(int(stat.parent.name))
+    return found
+
+
+def rented_options(job):
+    """The options of the rented fixture, as the job's cloud holds them."""
+    return next(cell.cell_contents for cell in job[2].__closure__ if isinstance(cell.cell_contents, list))
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_flipped_bytes_are_caught_on_either_side(tiny, reference, job):
+    home, there, cloud = job
+    run = there / "out/my run"
+    used_copy(reference, run)
+    names = [path.name for path in model_py.list_checkpoints(run)]
+    flip_a_byte(run / names[-1])
+    code, text = cloud("pull")
+    assert code == 2 and f"{names[-1]}: what is there is not what its .sha256 says" in text and {p.name for p in home.glob("step_*.pt")} == set(names[:-1]), text
+    assert not list(home.glob("*.part"))
+    flip_a_byte(home / names[0])
+    code, text = cloud("pull")
+    assert code == 2 and f"{names[0]}: is another file than the one there" in text, text
+    assert cloud("push", "--force=True")[0] == 0
+    flip_a_byte(there / "data/data/train_00000.pt")
+    code, text = cloud("train", "--force=True")
+    assert code == 2 and "is not there as it is here - push first" in text, text
+    code, text = cloud("push", "--force=True")
+    assert code == 0 and " 1 to send" in text
+    (there / "data/data/train_00000.pt").unlink()
+    (there / "data/data/train_00000.pt.part").write_bytes(b"\1" * 5000)     # of an earlier, broken push: other bytes
+    code, text = cloud("push", "--force=True", "--transport=stream")
+    assert code == 0 and "arrived damaged, sending it again" in text, text
+
+
+@needs_sshd
+def test_hosts_that_do_not_serve_are_named_with_what_to_do(tiny, rented, job, tmp_path):
+    home, there, cloud = job
+    for name, argv, says in (("unknown", (), "no such host"), ("closed", (), "nothing listens there"), ("stranger", (), "does not take your key"), ("changed", (), "host key is another"),
+                             ("gpu", ("--remote_python=no-such-python",), "no Python of that name"), ("gpu", ("--remote_dir=/proc/x",), "hello: "), ("-oProxyCommand=touch x", (), "usage"),
+                             ("gpu", ("--transport=pigeon",), "transport=pigeon"), ("gpu", ("--every=-1",), "every"), ("gpu", ("--max_hour=1",), 'did you mean "max_hours"')):
+        code, text = cloud("push", "--force=True", *argv, name=name)
+        assert code == 2 and says in text and text.count("error:") == 1, (name, argv, text)
+    assert not (tmp_path / "x").exists()
+    code, text = cloud("pull")
+    assert code == 2 and "nothing in" in text, text
+    code, text = cloud("train", "--force=True")
+    assert code == 2 and "push first" in text
+    code, text = cloud("stop")
+    assert code == 0 and "no run is going on" in text
+    evil = "$(touch evil); `touch evil` 'quote\" && touch evil #"
+    code, text = finish(start("cloud.py", "push", "gpu", tiny, "--force=True", f"--out_dir={home}", f"--remote_dir={tmp_path / evil}", *rented, "--transport=stream", folder=tmp_path))
+    assert code == 0 and (tmp_path / evil / "train.py").is_file() and not list(tmp_path.glob("**/evil")), text

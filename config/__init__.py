@@ -27,7 +27,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("prepare.py", "tokenizer.py", "model.py", "train.py", "evaluate.py", "sample.py")
+SCRIPTS = ("prepare.py", "tokenizer.py", "model.py", "train.py", "evaluate.py", "sample.py", "cloud.py")
 TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "None": type(None)}
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", list: "a list", dict: "a dict",
          type(None): "None"}
