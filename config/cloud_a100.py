@@ -25,4 +25,5 @@ batch_size = 16              # 98,304 tokens a step in 3 micro-steps
 grad_accum = 3
 lr = 3e-4
 require_bf16 = True
+gpu = "A100 A800"
 compile = True               # falls back to eager mode by itself
