@@ -1,6 +1,6 @@
 """What the scripts promise, on the CPU with a tiny model; a section per script, in the order a user meets them.
 
-    python -m pytest -m "not slow"        under two minutes on two cores
+    python -m pytest -n 2 -m "not slow"   under two minutes on two cores (pytest-xdist)
     python -m pytest                      all of it
 
 A script runs in this process, as if started with its arguments (`call`), or as a real process (`start`) where it has to
