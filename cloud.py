@@ -13,6 +13,7 @@ to it. Needs ssh here and Python there, nothing else: rsync is used where both s
 after its way and only then gets its name; what broke off goes on from the byte where it broke.
 """
 import contextlib
+import functools
 import json
 import os
 import re
@@ -126,9 +127,20 @@ class Host:
         raise Broken(said.splitlines()[-1][:150] if said else "the connection broke")
 
     def ask(self, request: str, **arguments):
-        """Send a request to host.py and return its result; {"line": ...} in between are printed."""
+        """Send a request to host.py and return its result."""
+        self.request(request, **arguments)
+        return self.reply()
+
+    def ask_again(self, request: str, **arguments):
+        """The same over a line that breaks."""
+        return persist(lambda: self.ask(request, **arguments), self.name)
+
+    def request(self, request: str, **arguments) -> None:
         self.open()
         self.send(json.dumps(dict(request=request, folder=remote_dir, **arguments)).encode("ascii") + b"\n")
+
+    def reply(self):
+        """The result of the last request; {"line": ...} before it are printed."""
         while True:
             reply = self.line()
             if isinstance(reply, dict) and "line" in reply:
@@ -175,7 +187,7 @@ def rsync_command(source: str, target: str) -> list[str]:
 
 def send_file(host: Host, source: Path, name: str, by: str, bar) -> None:
     """Bring a file to remote_dir/name: as name.part, compared, then renamed. A part that is there is gone on from."""
-    size, digest = source.stat().st_size, config.sha256_file(source)
+    size, digest = source.stat().st_size, digest_of(source)
 
     def once():
         there = host.ask("part", name=name)
@@ -185,15 +197,13 @@ def send_file(host: Host, source: Path, name: str, by: str, bar) -> None:
             copy(["scp", "-q", "-s", *ssh_options(), "--", str(source), remote_path(host, name + ".part")], "scp")
         else:
             there = there if there <= size else 0
-            host.send(json.dumps(dict(request="put", folder=remote_dir, name=name, offset=there, size=size)).encode("ascii") + b"\n")
+            host.request("put", name=name, offset=there, size=size)
             with open(source, "rb") as file:
                 file.seek(there)
                 while block := file.read(1 << 18):
                     host.send(block)
                     bar.update(len(block))
-            reply = host.line()
-            if "error" in reply:
-                raise UserError(f"{host.name}: {reply['error']}")
+            host.reply()
         return host.ask("accept", name=name, digest=digest)
 
     for _ in range(2):                              # a part of another file, or a byte that was flipped: once more, whole
@@ -234,6 +244,9 @@ def fetch_file(host: Host, name: str, target: Path, size: int, by: str, bar) -> 
     return persist(once, name)
 
 
+digest_of = functools.cache(config.sha256_file)     # of what is sent: each file is read once for it, and again to be sent
+
+
 def choose_transport(there: dict) -> str:
     if transport != "auto":
         return transport
@@ -258,18 +271,20 @@ def plan(config_file: str | None, options: list[str]) -> dict:
         path = next(p for p in (Path(config_file), config.ROOT / config_file) if p.is_file())
         command.append(f"config/{path.name}")
         code[f"config/{path.name}"] = path
-    command += [*(option for option in options if option.lstrip("-").partition("=")[0] not in folders), *(f"--{name}={value}" for name, value in folders.items())]
+    command += [*(option for option in options if config.option_name(option) not in folders), *(f"--{name}={value}" for name, value in folders.items())]
     from prepare import read_manifest
-    manifest = read_manifest(settings["data_dir"])
-    shards = {shard["file"]: shard["sha256"] for split in manifest["splits"].values() for shard in split["shards"]}
     here = Path(settings["data_dir"])
-    data = {f"{folders['data_dir']}/{name}": here / name for name in ("manifest.json", "tokenizer.json", *shards)}
-    for name, digest in shards.items():
-        if not (here / name).is_file() or config.sha256_file(here / name) != digest:
-            raise UserError(f"{here / name}: missing or damaged here - run prepare.py again")
+    shards = {here / shard["file"]: shard["sha256"] for split in read_manifest(here)["splits"].values() for shard in split["shards"]}
+    data = {f"{folders['data_dir']}/{path.name}": path for path in (here / "manifest.json", here / "tokenizer.json", *shards)}
     from model import architecture, count_parameters
-    return dict(settings=settings, command=command, files=code | data, folders=folders, checkpoint_bytes=12 * count_parameters(architecture(settings))["total"],
+    return dict(settings=settings, command=command, files=code | data, shards=shards, folders=folders, checkpoint_bytes=12 * count_parameters(architecture(settings))["total"],
                 here=shlex.join(["python", "train.py", *([config_file] if config_file else []), *options]))
+
+
+def check_shards(job: dict) -> None:
+    for path, digest in job["shards"].items():
+        if not path.is_file() or digest_of(path) != digest:
+            raise UserError(f"{path}: missing or damaged here - run prepare.py again")
 
 
 def check_stamp(job: dict) -> None:
@@ -289,7 +304,7 @@ def check_stamp(job: dict) -> None:
 
 def look_around(host: Host) -> dict:
     """Say what the machine is; UserError where it cannot serve."""
-    there = persist(lambda: host.ask("hello"), host.name)
+    there = host.ask_again("hello")
     print(f"{host.name}: {', '.join(there['gpus']) or 'no GPU that nvidia-smi knows'}; Python {'.'.join(map(str, there['python']))}, {there['free'] / 1e9:.1f} GB free on {there['disk']}"
           + ("; warning: this disk is the container's own and goes with it - set --remote_dir= to a folder on the volume" if there["disk"] == "overlay" else ""))
     if there["python"] < [3, 10]:
@@ -300,8 +315,12 @@ def look_around(host: Host) -> dict:
 def differing(host: Host, files: dict[str, Path]) -> list[str]:
     """Names of the files that are not there as they are here."""
     names = list(files)
-    found = persist(lambda: host.ask("hashes", names=names), host.name)
-    return [name for name, digest in zip(names, found) if digest != config.sha256_file(files[name])]
+    return [name for name, digest in zip(names, host.ask_again("hashes", names=names)) if digest != digest_of(files[name])]
+
+
+def has_checkpoint(host: Host, job: dict) -> bool:
+    """Tell whether a run has begun there."""
+    return any(CHECKPOINT.fullmatch(name) for name in host.ask_again("files", out=job["folders"]["out_dir"]))
 
 
 def push(host: Host, job: dict) -> None:
@@ -311,7 +330,7 @@ def push(host: Host, job: dict) -> None:
     there = look_around(host)
     home, run = Path(job["settings"]["out_dir"]), job["folders"]["out_dir"]
     from model import list_checkpoints, read_checkpoint
-    if home.is_dir() and not any(CHECKPOINT.fullmatch(name) for name in persist(lambda: host.ask("files", out=run), host.name)):
+    if home.is_dir() and not has_checkpoint(host, job):
         for newest in reversed(list_checkpoints(home)):             # an empty machine goes on from what was brought home
             try:
                 read_checkpoint(newest, mmap=True)
@@ -341,21 +360,20 @@ def push(host: Host, job: dict) -> None:
 def train_there(host: Host, job: dict) -> None:
     look_around(host)
     run = job["folders"]["out_dir"]
-    now = persist(lambda: host.ask("state", out=run), host.name)
+    now = host.ask_again("state", out=run)
     if now["done"]:
         return print(f"the run in {run} is done there already")
     if now["running"]:
         raise UserError(f"{host.name}: a run is going on there already - watch it, or stop it first")
     if wrong := differing(host, job["files"]):
         raise UserError(f"{host.name}: {wrong[0]} is not there as it is here - push first")
-    begun = any(CHECKPOINT.fullmatch(name) for name in persist(lambda: host.ask("files", out=run), host.name))
     if dry_run:
         return print("  would run there: " + shlex.join(job["command"]))
-    if not begun and not force:
+    if not force and not has_checkpoint(host, job):
         print("rehearsing there:")
         if (code := host.ask("run", command=[*job["command"], "--preflight=True"])):
             raise UserError(f"{host.name}: the preflight failed there (exit code {code}) - nothing was started; --force=True trains all the same")
-    if not persist(lambda: host.ask("start", command=job["command"], out=run), host.name):
+    if not host.ask_again("start", command=job["command"], out=run):
         raise UserError(f"{host.name}: a run is going on there already, or none could be started - see train.log there")
     print(f"training: {shlex.join(job['command'])}\nit goes on without this connection. Watch it: {shlex.join(['python', 'cloud.py', 'watch', *sys.argv[2:]])}")
 
@@ -470,8 +488,7 @@ def main():
         raise UserError(f"usage: python cloud.py {'|'.join(COMMANDS)} HOST [config/FILE.py] [--name=value ...]")
     command, name, rest = given[0], given[1], given[2:]
     known = {script: config.settings_of(config.ROOT / script) for script in ("cloud.py", "train.py")}
-    key = lambda option: option.lstrip("-").partition("=")[0]
-    mine = [arg for arg in rest if not arg.startswith("-") or key(arg) in known["cloud.py"] or key(arg) not in known["train.py"]]
+    mine = [arg for arg in rest if not arg.startswith("-") or config.option_name(arg) in known["cloud.py"] or config.option_name(arg) not in known["train.py"]]
     config.override(globals(), mine)
     if transport not in ("auto", "rsync", "stream", "scp"):
         raise UserError(f'transport={transport}: must be "auto", "rsync", "stream" or "scp"')
@@ -480,17 +497,19 @@ def main():
     if re.search(r"[\0\n]", remote_dir) or remote_dir.startswith("-") or not remote_dir:
         raise UserError(f"remote_dir={remote_dir!r}: not a folder's name")
     config_file = next((arg for arg in rest if not arg.startswith("-")), None)
-    job = plan(config_file, [arg for arg in rest if arg.startswith("-") and key(arg) in known["train.py"]])
+    job = plan(config_file, [arg for arg in rest if arg.startswith("-") and config.option_name(arg) in known["train.py"]])
     host = Host(name)
     try:
+        if command in ("push", "train", "all"):
+            check_shards(job)
         if command in ("push", "all"):
             push(host, job)
-        if command == "train" or command == "all" and not persist(lambda: host.ask("state", out=job["folders"]["out_dir"]), name)["running"]:
+        if command == "train" or command == "all" and not host.ask_again("state", out=job["folders"]["out_dir"])["running"]:
             train_there(host, job)
         if command == "watch":
             watch(host, job)
         if command == "stop":
-            print("asked to save and end" if persist(lambda: host.ask("stop", out=job["folders"]["out_dir"]), name) else "no run is going on there")
+            print("asked to save and end" if host.ask_again("stop", out=job["folders"]["out_dir"]) else "no run is going on there")
         if command in ("pull", "all"):
             pull(host, job, every or 10.0 * (command == "all"))
         if command in ("verify", "all"):

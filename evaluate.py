@@ -96,19 +96,18 @@ def unigram_ce(train: TokenStream, targets: torch.Tensor, vocab_size: int) -> fl
     return float(-np.log(counts / counts.sum())[targets.numpy()].mean())
 
 
-def check_loss(model, train, windows, context, lengths, text: bytes) -> list:
+def check_loss(model, train, windows, context, bytes_of: list[bytes], targets) -> list:
     """ce, and bits per byte against those of token frequencies, gzip and xz on the same bytes.
 
-    lengths: bytes of every token; text: the targets' bytes. The compressors see it as one piece and have read nothing before.
+    bytes_of: of every token; targets [n]: of all windows. The compressors see the text as one piece and have read nothing before.
     """
-    ce = mean_ce(model, windows(), context)
-    targets = torch.cat([t.flatten() for _, t in windows()])
+    ce, text = mean_ce(model, windows(), context), b"".join(bytes_of[i] for i in targets.tolist())
     per_byte = targets.numel() / len(text) / math.log(2)                             # nats per token -> bits per byte
-    base, bits, rows = unigram_ce(train, targets, len(lengths)) * per_byte, ce * per_byte, []
+    base, bits, rows = unigram_ce(train, targets, len(bytes_of)) * per_byte, ce * per_byte, []
     for name, size in (("gzip -9", len(zlib.compress(text, 9))), ("xz", len(lzma.compress(text, preset=6)))):
         packed = 8 * size / len(text)
         rows.append((f"  {name} of the same text, bits per byte", packed, "above ours", bits < packed, "a compressor that has read nothing knows more: train longer"))
-    return [("validation ce, nats per token", ce, f"< ln V = {math.log(len(lengths)):.2f}", ce < math.log(len(lengths)), "train longer"),
+    return [("validation ce, nats per token", ce, f"< ln V = {math.log(len(bytes_of)):.2f}", ce < math.log(len(bytes_of)), "train longer"),
             ("perplexity = exp(ce)", math.exp(ce), "", None, ""),
             ("bits per byte", bits, f"< {0.75 * base:.3f}", bits < 0.75 * base,
              f"the bar is 25 % below the {base:.3f} of token frequencies alone: train longer, or look at the data"), *rows]
@@ -399,8 +398,8 @@ def print_verification(place: torch.device) -> None:
     print(f"  {'checkpoint':<24} {'hash and load':<14} {'weights':<12} validation ce of the first windows")
     for file in files:
         try:
-            model, settings = load_checkpoint(file, place)
             whole = read_checkpoint(file, mmap=True)
+            model, settings = load_checkpoint(file, place, whole)
             moments = [tensor for own in whole["optimizer"]["state"].values() for tensor in own.values()]
             if len(moments) != 3 * len(list(model.parameters())) or not all(tensor.isfinite().all() for tensor in moments):
                 raise UserError(f"{file}: the weights are there, but not the optimizer's state: training cannot go on from it")
@@ -516,8 +515,7 @@ def scorecard(file: Path, place: torch.device, number: torch.dtype, said: str) -
     print(f"{file}: step {settings['step']}; {said}; {n * model.config.seq_len:,} validation tokens of {folder}"
           + (f" (what {data_dir} holds is not what it was trained on)" if folder != data_dir and (Path(data_dir) / "manifest.json").exists() else ""))
     starts = [val.windows[val.window_number(i)] for i in range(n)]
-    bytes_of, sources = token_bytes(tok), token_sources(val, manifest)
-    text = b"".join(bytes_of[i] for _, targets in [val.batch(0, n)] for i in targets.flatten().tolist())
+    sources = token_sources(val, manifest)
 
     def windows(share=1.0):
         last = max(1, round(n * share))
@@ -529,7 +527,7 @@ def scorecard(file: Path, place: torch.device, number: torch.dtype, said: str) -
     rows = broken + check_tokenizer(settings, file, manifest)
     details = dict(checkpoint=str(file), step=settings["step"], data=folder, programs=[], cloze=[])
     if broken[0][3]:                                 # with a NaN in it every other figure would be one
-        rows += check_loss(model, train, windows, context, [len(b) for b in bytes_of], text)
+        rows += check_loss(model, train, windows, context, token_bytes(tok), val.batch(0, n)[1].flatten())
         if model.config.n_routed:
             rows += check_routing(model, windows, context)
             rows += check_twins(model, lambda: windows(min(1.0, TWIN_TOKENS / (n * model.config.seq_len))), context, source_of)

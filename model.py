@@ -873,9 +873,12 @@ def read_checkpoint(path: str | Path, mmap=False) -> dict:
     return state
 
 
-def load_checkpoint(path: str | Path, device="cpu") -> tuple[Cipher, dict]:
-    """Return (model in eval mode on device, the checkpoint's settings, step, hashes and probe). Weights alone are read, by mmap."""
-    state = read_checkpoint(path, mmap=True)
+def load_checkpoint(path: str | Path, device="cpu", state: dict | None = None) -> tuple[Cipher, dict]:
+    """Return (model in eval mode on device, the checkpoint's settings, step, hashes and probe). Weights alone are read, by mmap.
+
+    state: what read_checkpoint gave, where that is at hand: the file is not hashed again.
+    """
+    state = state or read_checkpoint(path, mmap=True)
     with torch.device("meta"):
         model = Cipher(architecture(state["settings"]))
     try:

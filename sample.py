@@ -20,7 +20,7 @@ import torch
 import config
 from config import UserError
 from model import autocast, choose_branch, find_checkpoint, load_checkpoint, pick_device
-from tokenizer import TextStream, encode, load_tokenizer, token_bytes
+from tokenizer import TextStream, encode, fill_in_ids, load_tokenizer, token_bytes
 
 # settings
 out_dir = "out/cipher"               # the run; where it has no checkpoint, the newest run below out/
@@ -82,7 +82,7 @@ def say(text: str) -> None:
 def complete(model, tok, context, ids: list[int], number: int) -> list[str]:
     """Go on behind ids with number texts, a single one shown as it comes; return them. The figures go to standard error."""
     stop_id, bytes_of, started, n = tok.token_to_id("</s>"), token_bytes(tok), time.perf_counter(), 0
-    streams = [TextStream(bytes_of, [word for word in ([stop] if isinstance(stop, str) else stop) if word]) for _ in range(number)]
+    streams = [TextStream(bytes_of, stop) for _ in range(number)]
     texts, room = [""] * number, model.config.seq_len - len(ids)
     reasons = [f"max_new_tokens={max_new_tokens} reached" if max_new_tokens <= room else f"the context of {model.config.seq_len} tokens is full"] * number
     going = set(range(number))
@@ -159,9 +159,8 @@ def main():
         return server.run(model, tok, context, f"{file.parent.name}/{file.stem}", serve_host, serve, serve_key)
     if chat:
         return converse(model, tok, context)
-    begin, before, after, middle = map(tok.token_to_id, ("<s>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
-    # for filling in the middle, the first of prepare.lay_out's two orders
-    ids = [begin, *encode(tok, prompt)] if suffix is None else [begin, before, *encode(tok, prompt), after, *encode(tok, suffix), middle]
+    ids = encode(tok, prompt)
+    ids = [tok.token_to_id("<s>"), *(ids if suffix is None else fill_in_ids(tok, ids, suffix))]
     if len(ids) >= model.config.seq_len:
         raise UserError(f"prompt{'' if suffix is None else ' and suffix'}: {len(ids)} tokens with <s>, and the context is "
                         f"{model.config.seq_len} (seq_len) - shorten it to {model.config.seq_len - 1} or fewer")

@@ -28,7 +28,7 @@ import torch
 
 from config import UserError
 from model import Watch
-from tokenizer import TextStream, encode, token_bytes
+from tokenizer import TextStream, encode, fill_in_ids, token_bytes
 
 BODY_BYTES = 4 << 20                # of a request
 ROWS = 128                          # texts of one request, prompts times n
@@ -143,9 +143,8 @@ class Engine:
                 ids = prompt
             else:
                 raise Refusal(400, f"prompt: must be {FIELDS['prompt'][2]}", "prompt")
-            if request["suffix"] is not None:       # the first of prepare.lay_out's two orders
-                before, after, middle = map(self.tok.token_to_id, ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
-                ids = [before, *ids[ids[:1] == [self.begin]:], after, *encode(self.tok, request["suffix"]), middle]
+            if request["suffix"] is not None:
+                ids = fill_in_ids(self.tok, ids[ids[:1] == [self.begin]:], request["suffix"])
             prompts.append((ids, 0) if ids[:1] == [self.begin] else ([self.begin, *ids], 1))
             if (n := len(prompts[-1][0])) + (request["max_tokens"] > 0) > seq_len:
                 raise Refusal(400, f"prompt: {n} tokens with <s>{' and one to come' if request['max_tokens'] else ''} are more than the context of {seq_len} - shorten it", "prompt")
@@ -182,9 +181,9 @@ class Engine:
 
     def complete(self, request: dict, prompts: list[tuple[list[int], int]], gone) -> Iterator[tuple[int, str, list, str | None]]:
         """Yield (row, text, [(id, description, Sheldon's share)], finish reason or None) as they come. gone(): has the client left?"""
-        n, stops = request["n"], [word for word in ([request["stop"]] if isinstance(request["stop"], str) else request["stop"]) if word]
+        n = request["n"]
         for number, (ids, ours) in enumerate(prompts):
-            first, streams, going, pending = number * n, [TextStream(self.bytes_of, stops) for _ in range(n)], set(range(n)), [[] for _ in range(n)]
+            first, streams, going, pending = number * n, [TextStream(self.bytes_of, request["stop"]) for _ in range(n)], set(range(n)), [[] for _ in range(n)]
             if request["echo"]:
                 found = [((None, None), None)] * len(ids)               # of <s>, and of all where nothing is asked
                 if len(ids) > 1 and (request["logprobs"] is not None or request["gate_mass"]):

@@ -228,6 +228,12 @@ def encode(tok: Tokenizer, text: str) -> list[int]:
     return tok.encode(clean(text), add_special_tokens=False).ids
 
 
+def fill_in_ids(tok: Tokenizer, before: list[int], suffix: str) -> list[int]:
+    """Return the ids behind which a model fills in what stands between: the first of prepare.lay_out's two orders, less its <s>."""
+    first, second, middle = map(tok.token_to_id, ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+    return [first, *before, second, *encode(tok, suffix), middle]
+
+
 def batch_encoder(tok: Tokenizer, sample: list[str]) -> tuple[Callable[[list[str]], list[np.ndarray]], str]:
     """Return (a function from texts to arrays of ids, the name of the library that does the work).
 
@@ -298,9 +304,10 @@ class TextStream:
     beginning of a stop string for what follows; at a stop string the text ends before it and `stopped` becomes True.
     """
 
-    def __init__(self, bytes_of: list[bytes], stop: Iterable[str] = ()):
-        """bytes_of: token_bytes of the tokenizer."""
-        self.bytes_of, self.stop, self.waiting, self.stopped = bytes_of, tuple(stop), "", False
+    def __init__(self, bytes_of: list[bytes], stop: str | Iterable[str] = ()):
+        """bytes_of: token_bytes of the tokenizer. stop: one text or several; empty ones are none."""
+        self.bytes_of, self.waiting, self.stopped = bytes_of, "", False
+        self.stop = [word for word in ([stop] if isinstance(stop, str) else stop) if word]
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:

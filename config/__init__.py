@@ -184,10 +184,15 @@ def override(namespace: dict, argv: list | None = None) -> dict:
     return effective
 
 
+def option_name(arg: str) -> str:
+    """The name in --name=value."""
+    return arg.lstrip("-").partition("=")[0]
+
+
 def command(script: str) -> str:
     """The command that runs a script on what this one was told: the config file and those of the options that it knows too."""
     known = settings_of(ROOT / script)
-    given = [arg for arg in sys.argv[1:] if not arg.startswith("-") or arg.lstrip("-").partition("=")[0] in known]
+    given = [arg for arg in sys.argv[1:] if not arg.startswith("-") or option_name(arg) in known]
     return " ".join(["python", script, *map(shlex.quote, given)])
 
 
